@@ -1,0 +1,55 @@
+# Each target sets up what it needs. PYTHON chooses the interpreter (3.11 or later).
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# `make demo` needs a part of what development needs, and a first run should be short.
+DEMO_READY := $(VENV)/.ready-demo
+DEV_READY  := $(VENV)/.ready-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo    run the demo on an embedded MongoDB   (URI=mongodb://… your own server, INPUT=file.jsonl your own requests)"
+	@echo "make test    run the tests                         (ARGS='-k name' for a part of them)"
+	@echo "make check   lint, format, types, layers"
+	@echo "make bench   run the benchmarks                    (ARGS='…' is passed on)"
+	@echo "make clean   remove what these targets made"
+
+demo: $(DEMO_READY)
+	$(BIN)/statelayer demo $(if $(URI),--uri '$(URI)') $(if $(INPUT),--input '$(INPUT)') $(ARGS)
+
+test: $(DEV_READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DEV_READY)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+
+$(DEMO_READY): pyproject.toml | $(BIN)/pip
+	@echo 'Installing into $(VENV) …'
+	@$(PIP) install --editable '.[embedded,cli]'
+	@touch $@
+
+$(DEV_READY): pyproject.toml | $(BIN)/pip
+	@echo 'Installing into $(VENV) …'
+	@$(PIP) install --editable '.[dev]'
+	@touch $@ $(DEMO_READY)
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "This project needs Python 3.11 or later; '$(PYTHON)' is not. Name one: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "'$(PYTHON)' cannot create a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
