@@ -1,0 +1,252 @@
+"""The fact (``Event``), its projection (``Entry``), and the wish to write one (``Write``)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime  # noqa: TC003 - pydantic reads the annotations
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+from bson.int64 import Int64
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from statelayer import paths, values
+from statelayer.errors import (
+    InvalidActorError,
+    InvalidInputError,
+    InvalidValueError,
+    InvalidWriteError,
+    ReservedPathError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Op = Literal["set", "merge", "delete"]
+Source = Literal["api", "workflow_node", "task_node", "subscription", "agent_callback", "system"]
+
+SCHEMA_VERSION = 1
+MAX_ACTOR_BYTES = 320
+MAX_KEY_BYTES = 512
+
+_ACTOR = re.compile(r"[a-z][a-z0-9_-]*:.+")
+
+
+class StoredModel(BaseModel):
+    """A document as a model: snake_case in Python, camelCase in MongoDB and on every wire; both are accepted."""
+
+    model_config = ConfigDict(
+        frozen=True, alias_generator=to_camel, populate_by_name=True, arbitrary_types_allowed=True, extra="ignore"
+    )
+
+
+class Event(StoredModel):
+    """A fact: what was written, where, by whom, caused by what. Immutable.
+
+    ``value`` is the full value after the write (``None`` for a delete: ``op`` tells it from null); ``patch`` is what
+    a merge was given. ``root_event_id`` is the event's own id on a root. ``committed_at`` is the writer's clock just
+    before the commit: for people, it orders nothing.
+    """
+
+    id: str = Field(alias="_id")
+    namespace: str
+    seq: int
+    path: str
+    version: int
+    op: Op
+    value: Any = None
+    patch: dict[str, Any] | None = None
+    actor: str
+    source: Source
+    trigger_depth: int = 0
+    caused_by_event_id: str | None = None
+    root_event_id: str
+    batch_id: str
+    batch_size: int | None = None
+    idempotency_key: str | None = None
+    subscriptions_rev: int = 0
+    partition: int = 0
+    committed_at: datetime
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """Read what ``to_document`` wrote."""
+        return cls.model_validate({"rootEventId": document["_id"], **document})
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the document of the ``events`` collection; fields that do not apply are left out."""
+        document: dict[str, Any] = {
+            "_id": self.id,
+            "namespace": self.namespace,
+            "seq": Int64(self.seq),
+            "path": self.path,
+            "version": Int64(self.version),
+            "op": self.op,
+            "actor": self.actor,
+            "source": self.source,
+            "triggerDepth": self.trigger_depth,
+            "batchId": self.batch_id,
+            "subscriptionsRev": Int64(self.subscriptions_rev),
+            "partition": self.partition,
+            "committedAt": self.committed_at,
+            "schemaVersion": SCHEMA_VERSION,
+        }
+        if self.op != "delete":
+            document["value"] = self.value
+        if self.patch is not None:
+            document["patch"] = self.patch
+        if self.caused_by_event_id is not None:
+            document["causedByEventId"] = self.caused_by_event_id
+            document["rootEventId"] = self.root_event_id
+        if self.idempotency_key is not None:
+            document["idempotencyKey"] = self.idempotency_key
+            document["batchSize"] = self.batch_size
+        return document
+
+
+class Entry(StoredModel):
+    """The current value at a path: a projection of its events, rebuilt by ``replay``."""
+
+    path: str = Field(alias="_id")
+    namespace: str
+    value: Any = None
+    version: int
+    seq: int
+    event_id: str
+    actor: str
+    deleted: bool = False
+    updated_at: datetime
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """Read a document of the ``entries`` collection."""
+        return cls.model_validate(document)
+
+    @staticmethod
+    def document_of(event: Event) -> dict[str, Any]:
+        """Return the ``entries`` document that this event leaves at its path."""
+        deleted = event.op == "delete"
+        return {
+            "_id": event.path,
+            "namespace": event.namespace,
+            **({} if deleted else {"value": event.value}),
+            "version": Int64(event.version),
+            "seq": Int64(event.seq),
+            "eventId": event.id,
+            "actor": event.actor,
+            "deleted": deleted,
+            "updatedAt": event.committed_at,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One write of an append. It is checked when it is handed to the layer, before anything is written.
+
+    ``value`` is the new value for ``set``, the fields to replace for ``merge``, and absent for ``delete``.
+    ``expected_version`` is the path's version before this write: 0 means "never written".
+    """
+
+    path: str
+    value: Any = None
+    actor: str | None = None
+    op: Op = "set"
+    source: Source | None = None
+    caused_by: str | None = None
+    expected_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedWrite:
+    """A write that broke no rule: parsed, canonical, owned by nobody else."""
+
+    path: paths.Path
+    op: Op
+    value: Any
+    actor: str
+    source: Source
+    caused_by: str | None
+    expected_version: int | None
+    bytes: int
+
+
+def check_write(write: Write, *, roots: Sequence[str], limits: values.Limits, owner: bool = False) -> CheckedWrite:
+    """Return the write in canonical form, or raise the ``Invalid…Error`` that says what is wrong with it.
+
+    Only an ``owner`` may write the paths that executors and the layer keep for themselves.
+    """
+    path = paths.parse(write.path, roots)
+    if not owner and paths.reserved(path):
+        raise ReservedPathError(path.text, "only its owner writes it", "Write a path of your own and point to it.")
+    if write.op not in get_args(Op):
+        raise InvalidWriteError(f"Unknown op {write.op!r} at {path}; use one of {', '.join(get_args(Op))}.")
+    if write.source is None or write.source not in get_args(Source):
+        raise InvalidWriteError(f"Unknown source {write.source!r} at {path}; use one of {', '.join(get_args(Source))}.")
+    value = _checked_value(write, limits)
+    return CheckedWrite(
+        path=path,
+        op=write.op,
+        value=value,
+        actor=check_actor(write.actor),
+        source=write.source,
+        caused_by=_checked_cause(write.caused_by),
+        expected_version=_checked_version(write),
+        bytes=values.size(value),
+    )
+
+
+def check_actor(actor: object) -> str:
+    """Return the actor if it is ``kind:id``, else raise ``InvalidActorError``."""
+    if not isinstance(actor, str):
+        raise InvalidActorError(actor, "an actor is required" if actor is None else "an actor is text")
+    if not _ACTOR.fullmatch(actor) or not actor.isprintable() or not actor.partition(":")[2].strip():
+        raise InvalidActorError(actor, "it is not a lower-case kind, a colon and printable text")
+    if len(actor.encode()) > MAX_ACTOR_BYTES:
+        raise InvalidActorError(actor[:40] + "…", f"it is longer than {MAX_ACTOR_BYTES} bytes")
+    return actor
+
+
+def check_id(kind: str, id: object) -> str:
+    """Return what names one thing of a kind if it is text, else raise ``InvalidInputError``.
+
+    Anything else would reach the server as a query of its own.
+    """
+    if not isinstance(id, str) or not id:
+        raise InvalidInputError(f"What names one {kind} is text, not {id!r:.80}.")
+    return id
+
+
+def check_key(key: object) -> str | None:
+    """Return the idempotency key if it can serve as one, else raise ``InvalidWriteError``."""
+    if key is None:
+        return None
+    if not isinstance(key, str) or not key or not key.isprintable() or len(key.encode()) > MAX_KEY_BYTES:
+        raise InvalidWriteError(f"An idempotency key is 1 to {MAX_KEY_BYTES} bytes of printable text, not {key!r:.80}.")
+    return key
+
+
+def _checked_value(write: Write, limits: values.Limits) -> Any:
+    if write.op == "delete":
+        if write.value is not None:
+            raise InvalidWriteError(f"A delete carries no value; {write.path} was given one.")
+        return None
+    value = values.canonical(write.value, limits=limits)
+    if write.op == "merge" and not isinstance(value, dict):
+        raise InvalidValueError("value", f"a merge takes an object of fields, not {type(value).__name__}")
+    return value
+
+
+def _checked_cause(caused_by: object) -> str | None:
+    if caused_by is not None and not isinstance(caused_by, str):
+        raise InvalidWriteError(f"caused_by is the id of an event, not {caused_by!r:.80}; pass event.id.")
+    return caused_by
+
+
+def _checked_version(write: Write) -> int | None:
+    version = write.expected_version
+    if version is None:
+        return None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise InvalidWriteError(f"expected_version of {write.path} is a whole number from 0 on, not {version!r:.80}.")
+    return version
