@@ -1,0 +1,113 @@
+"""The pytest plugin: a real server for the session, a database and a layer for each test.
+
+It is active wherever the library is installed, and starts nothing until a fixture is asked for:
+
+    @pytest.mark.anyio
+    async def test_an_order_is_confirmed(statelayer_layer): ...
+
+The asynchronous fixtures are run by the plugin that runs the test: anyio's (it comes with the library) for tests with
+its marker, pytest-asyncio's under ``asyncio_mode = "auto"``. Both drivers need asyncio, so where Trio is installed too,
+override anyio's fixture ``anyio_backend`` to return "asyncio".
+
+To use a server of your own, a three-node set or Motor, override a fixture in ``conftest.py``, or set
+STATELAYER_TEST_URI.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Generator
+
+    from motor.motor_asyncio import AsyncIOMotorDatabase
+    from pymongo.asynchronous.database import AsyncDatabase
+
+    from statelayer import StateLayer
+    from statelayer.embedded import ReplicaSet
+
+    Database = AsyncDatabase[dict[str, Any]] | AsyncIOMotorDatabase[dict[str, Any]]
+
+Driver = Literal["pymongo", "motor"]
+
+QUICK: dict[str, Any] = {"heartbeatFrequencyMS": 500}
+"""A client looks for a new primary this often; the drivers' ten seconds are long in a test."""
+
+TEST_URI_VARIABLE = "STATELAYER_TEST_URI"
+
+
+@dataclass(frozen=True)
+class ExternalServer:
+    """A server that somebody else runs."""
+
+    uri: str
+
+
+@pytest.fixture(scope="session")
+def statelayer_server() -> Generator[ReplicaSet | ExternalServer]:
+    """The server under test, with its ``uri``: an embedded replica set, or the one that STATELAYER_TEST_URI names."""
+    if uri := os.environ.get(TEST_URI_VARIABLE):
+        yield ExternalServer(uri)
+        return
+
+    from statelayer.embedded import ReplicaSet
+
+    with ReplicaSet(parameters={"enableTestCommands": True}) as server:
+        yield server
+
+
+@pytest.fixture
+def statelayer_driver() -> Driver:
+    """Which driver the databases come from. Override it to run on ``motor``, or parametrise it for both."""
+    return "pymongo"
+
+
+@pytest.fixture
+async def statelayer_database(
+    statelayer_server: ReplicaSet | ExternalServer, statelayer_driver: Driver
+) -> AsyncGenerator[Database]:
+    """An empty database of this test's own; dropped afterwards."""
+    connect = _motor_database if statelayer_driver == "motor" else _pymongo_database
+    async with connect(statelayer_server.uri, f"test_{uuid4().hex[:16]}") as database:
+        yield database
+
+
+@pytest.fixture
+async def statelayer_layer(statelayer_database: Database) -> AsyncGenerator[StateLayer]:
+    """A layer on ``statelayer_database``, set up; nothing runs until the test enters ``layer.running()``."""
+    from statelayer import StateLayer
+
+    layer = StateLayer(statelayer_database)
+    try:
+        await layer.setup()
+        yield layer
+    finally:
+        await layer.aclose()
+
+
+@asynccontextmanager
+async def _pymongo_database(uri: str, name: str) -> AsyncGenerator[Database]:
+    from pymongo import AsyncMongoClient
+
+    async with AsyncMongoClient[dict[str, "Any"]](uri, **QUICK) as client:
+        yield client[name]
+        await client.drop_database(name)
+
+
+@asynccontextmanager
+async def _motor_database(uri: str, name: str) -> AsyncGenerator[Database]:
+    from motor.motor_asyncio import AsyncIOMotorClient
+
+    # Inside the loop that it will use.
+    client: AsyncIOMotorClient[dict[str, Any]] = AsyncIOMotorClient(uri, **QUICK)
+    try:
+        yield client[name]
+        await client.drop_database(name)
+    finally:
+        client.close()

@@ -1,0 +1,47 @@
+"""The suite stands on the fixtures that services use; here they run on both drivers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from mongosh import Mongosh
+
+if TYPE_CHECKING:
+    from statelayer import StateLayer
+    from statelayer.testing.plugin import Database, Driver
+
+pytest_plugins = ["pytester"]
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=["pymongo", "motor"])
+def driver(request: pytest.FixtureRequest) -> Driver:
+    return request.param
+
+
+@pytest.fixture
+def statelayer_driver(driver: Driver) -> Driver:
+    return driver
+
+
+@pytest.fixture
+def database(statelayer_database: Database) -> Database:
+    return statelayer_database
+
+
+@pytest.fixture
+def layer(statelayer_layer: StateLayer) -> StateLayer:
+    return statelayer_layer
+
+
+@pytest.fixture(scope="session")
+def mongosh() -> Mongosh:
+    return Mongosh.find(REPOSITORY / ".cache" / "mongosh")
