@@ -1,0 +1,12 @@
+"""Writing events: one queue, one committer, one transaction for what arrives together.
+
+``queue`` holds what callers want, ``committer`` leads it through transactions, ``judge`` decides each append in memory
+over what one snapshot said, ``batch`` reads that snapshot and writes what was judged good.
+"""
+
+from statelayer.journal.append import Append, Companion, Origin, bound_origin, current_origin
+from statelayer.journal.journal import Journal
+from statelayer.journal.transact import JournalTransaction
+from statelayer.journal.writer import Writer
+
+__all__ = ["Append", "Companion", "Journal", "JournalTransaction", "Origin", "Writer", "bound_origin", "current_origin"]
