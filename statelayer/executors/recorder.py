@@ -1,0 +1,118 @@
+"""Decisions become durable work here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from statelayer import mongo_indexes as names
+from statelayer.errors import DuplicateKeyError
+from statelayer.executors.instances import Instances
+from statelayer.executors.models import job_id, skip_id
+from statelayer.executors.registry import ANY
+from statelayer.executors.servertime import ServerTime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+    from datetime import datetime
+
+    from statelayer.clock import Clock
+    from statelayer.drivers import Database, Document
+    from statelayer.events import Event
+    from statelayer.executors.registry import Offer, Registry
+    from statelayer.settings import Settings
+    from statelayer.subscriptions.decisions import Decision, Skip, Wakeup
+
+
+class Recorder:
+    """Stores what is to be run and what was skipped; the ``Recorder`` of the subscriptions room.
+
+    ``works_here`` says whether a worker of this process runs what is registered; ``on_recorded`` is called when there
+    is something new to run.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        clock: Clock,
+        registry: Registry,
+        *,
+        works_here: Callable[[], bool] = lambda: True,
+        on_recorded: Callable[[], None] | None = None,
+    ) -> None:
+        self._executions = database.collection(names.EXECUTIONS)
+        self._clock = clock
+        self._registry = registry
+        self._instances = Instances(database, clock, lease=settings.lease)
+        self._server_time = ServerTime(database, clock)
+        self._works_here = works_here
+        self._on_recorded = on_recorded
+
+    async def record(self, decisions: Sequence[Decision]) -> None:
+        """Insert by job id. What is there already stays as it is, so that recording twice changes nothing."""
+        if not any(decision.wakeups or decision.skips for decision in decisions):
+            return
+        here = self._registry.offers() if self._works_here() else set()
+        offered = here | await self._instances.offers()
+        now = await self._server_time.now()
+        documents = {
+            document["_id"]: document for decision in decisions for document in self._documents(decision, offered, now)
+        }
+        await self._insert(documents)
+        if self._on_recorded is not None and any(decision.wakeups for decision in decisions):
+            self._on_recorded()
+
+    async def _insert(self, documents: dict[str, Document]) -> None:
+        try:
+            await self._executions.insert_many(list(documents.values()), ordered=False)
+        except DuplicateKeyError:
+            # One error stands for all of an unordered insert; another one may hide behind it.
+            if await self._executions.count({"_id": {"$in": list(documents)}}) < len(documents):
+                raise
+
+    def _documents(self, decision: Decision, offered: Collection[Offer], now: datetime) -> Iterator[Document]:
+        for wakeup in decision.wakeups:
+            yield self._queued(decision.event, wakeup, offered, now)
+        for skip in decision.skips:
+            yield self._skipped(decision.event, skip, now)
+
+    def _queued(self, event: Event, wakeup: Wakeup, offered: Collection[Offer], now: datetime) -> Document:
+        subscription = wakeup.subscription
+        kind, target = subscription.action.type, subscription.target
+        is_offered = (kind, target) in offered or (kind, ANY) in offered
+        return {
+            "_id": job_id(kind, event.id, target),
+            **_origin(event, subscription.name, subscription.version),
+            "alsoMatched": list(wakeup.also_matched),
+            "params": dict(wakeup.params),
+            "action": subscription.action.model_dump(by_alias=True),
+            "target": target,
+            "state": "queued",
+            **({} if is_offered else {"reason": "no_executor"}),
+            "attempts": 0,
+            "maxAttempts": self._registry.max_attempts(kind, target),
+            "availableAt": now,
+            "reads": [],
+            "warnings": [],
+            "createdAt": self._clock.now(),
+        }
+
+    def _skipped(self, event: Event, skip: Skip, now: datetime) -> Document:
+        return {
+            "_id": skip_id(event.id, skip.name),
+            **_origin(event, skip.name, skip.version),
+            "state": "skipped",
+            "reason": skip.reason,
+            "createdAt": now,
+            "finishedAt": now,
+        }
+
+
+def _origin(event: Event, name: str, version: int) -> Document:
+    return {
+        "namespace": event.namespace,
+        "eventId": event.id,
+        "rootEventId": event.root_event_id,
+        "triggerDepth": event.trigger_depth,
+        "subscription": {"name": name, "version": version},
+    }
