@@ -1,0 +1,1 @@
+"""The demo: import declarations in, HS headings out, by subscriptions alone."""
