@@ -18,6 +18,7 @@ import structlog
 from statelayer.errors import ClosedError, HistoryLostError, StateLayerError, TransientDatabaseError
 from statelayer.history.changes import Backoff, Position, Sieve, change_of, cluster_time, match
 from statelayer.streams import open_stream
+from statelayer.transactions import finished
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -223,7 +224,7 @@ class Reader:
     async def _follow(self, backoff: Backoff, *, missed: bool) -> None:
         """Open the stream, where it broke if it did, and read until nobody watches."""
         if self._sieve is None:
-            self._sieve = Sieve(Position(await cluster_time(self._database)))
+            self._sieve = Sieve(Position(await finished(cluster_time(self._database))))
         async with open_stream(self._database, self._match, start_at=self._sieve.position.at) as stream:
             try:
                 self._opened(self._sieve, missed=missed)

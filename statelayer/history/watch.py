@@ -23,6 +23,7 @@ from statelayer.errors import (
 from statelayer.history.changes import Backoff, Position, Sieve, change_of, cluster_time, following, match
 from statelayer.history.log import event_of
 from statelayer.streams import open_stream
+from statelayer.transactions import finished
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -138,7 +139,7 @@ class NamespaceWatch(Watch):
     async def _read(self) -> None:
         async with self._reader.watching(self._concerns, capacity=1) as watcher:
             if self._after is None:
-                self._after = self._last = await self._log.head(self._namespace)
+                self._after = self._last = await finished(self._log.head(self._namespace))
             self._started.set()
             backoff = Backoff()
             while True:
@@ -151,7 +152,7 @@ class NamespaceWatch(Watch):
                 await watcher.read()
 
     async def _read_log(self, after: int) -> None:
-        while page := await self._log.page(self._namespace, after):
+        while page := await finished(self._log.page(self._namespace, after)):
             for document in page:
                 self._after = after = document["seq"]
                 if _matches(self._matches, document):
@@ -204,7 +205,7 @@ class EverywhereWatch(Watch):
                 await backoff.pause()
 
     async def _beginning(self) -> Position:
-        now = following(await cluster_time(self._database))
+        now = following(await finished(cluster_time(self._database)))
         if self._after is None:
             self._read_to = Position(now)
             return self._read_to
