@@ -44,6 +44,11 @@ async def examine(dispatch: Dispatch, listeners: Sequence[Listener], workers: Se
     if state == "log_lost":
         problems.append("The event log was lost; nothing is evaluated until an operator sets `meta.dispatch` to 'on'.")
     for listener in listeners:
+        if (revision := listener.statistics.awaits_revision) is not None:
+            problems.append(
+                f"Events bear revision {revision} of the subscriptions, which `meta` has not reached; nothing is "
+                "evaluated before it does. Was it restored from an older copy than `events`?"
+            )
         broken = listener.statistics.quarantined
         problems += [f"Subscription document {document_id} is broken and cannot fire." for document_id in broken]
     return Health(

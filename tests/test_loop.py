@@ -1150,11 +1150,14 @@ async def test_a_listener_that_waits_for_a_revision_can_be_stopped(database: Any
     await layer.set("/tasks/T1/requests/R", 1, actor=USER)
     await database["meta"].update_one({"_id": "subscriptions"}, {"$inc": {"revision": -1}})
 
-    async def run_for_a_moment() -> None:
+    async def run_until_it_waits() -> None:
         async with layer.running():
-            await asyncio.sleep(0.3)
+            await wait_until(is_red)
 
-    task = asyncio.create_task(run_for_a_moment())
+    async def is_red() -> bool:
+        return any("restored from an older copy" in problem for problem in (await layer.health()).problems)
+
+    task = asyncio.create_task(run_until_it_waits())
     try:
         await asyncio.wait([task], timeout=10)
         assert task.done(), "leaving the block hangs"

@@ -47,6 +47,9 @@ log = structlog.get_logger("statelayer.listener")
 
 ListenerState = Literal["stopped", "starting", "catching_up", "following", "paused", "log_lost"]
 
+REVISION_POLL = 0.25
+"""Seconds between two looks for a revision that events bear and the database does not have."""
+
 FLUSH_INTERVAL = 1.0
 """Seconds between two writes of the cursors while events keep coming."""
 
@@ -69,6 +72,8 @@ class ListenerStatistics:
     unreadable: int = 0
     restarts: Counter[str] = field(default_factory=Counter)
     quarantined: tuple[str, ...] = ()
+    awaits_revision: int | None = None
+    """A revision of the subscriptions that an event bears and ``meta`` has not reached; nothing is evaluated before."""
 
 
 class Listener:
@@ -322,10 +327,17 @@ class Listener:
         while self._catalogue is None or self._catalogue.revision < revision:
             await self._reload()
             if self._catalogue is not None and self._catalogue.revision < revision:
-                await self._sleep(0.05)
+                self._report_missing_revision(revision, self._catalogue.revision)
+                await self._sleep(REVISION_POLL)
             if self._stopping.is_set():
                 raise _StoppedError
+        self.statistics.awaits_revision = None
         return self._catalogue
+
+    def _report_missing_revision(self, wanted: int, found: int) -> None:
+        if self.statistics.awaits_revision != wanted:
+            log.error("subscriptions_behind_log", event_revision=wanted, revision=found)
+        self.statistics.awaits_revision = wanted
 
     async def _reload(self) -> None:
         catalogue = await self._subscriptions.refresh()
