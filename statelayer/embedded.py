@@ -64,6 +64,7 @@ STILL_LOADING = 94  # NotYetInitialized
 # (PR_SET_PDEATHSIG would fire when the *thread* that started mongod ends, and a preexec_fn is unsafe beside threads.)
 GUARD = """
 scratch=$1; shift
+ulimit -n "$(ulimit -H -n)" 2>/dev/null
 exec 3<&0
 ( read -r _ || { kill -9 $$; [ -z "$scratch" ] || { sleep 1; rm -rf "$scratch"; }; } ) <&3 >/dev/null 2>&1 &
 exec "$@" 3<&- </dev/null

@@ -39,6 +39,13 @@ Driver = Literal["pymongo", "motor"]
 QUICK: dict[str, Any] = {"heartbeatFrequencyMS": 500}
 """A client looks for a new primary this often; the drivers' ten seconds are long in a test."""
 
+PARAMETERS: dict[str, Any] = {
+    "enableTestCommands": True,  # for failCommand
+    # Dropped tables keep their files open for as long as a snapshot may ask for them: by default 300 seconds, in which
+    # a suite with a database for each test reaches the limit of open files, and mongod aborts.
+    "minSnapshotHistoryWindowInSeconds": 5,
+}
+
 TEST_URI_VARIABLE = "STATELAYER_TEST_URI"
 
 
@@ -58,7 +65,7 @@ def statelayer_server() -> Generator[ReplicaSet | ExternalServer]:
 
     from statelayer.embedded import ReplicaSet
 
-    with ReplicaSet(parameters={"enableTestCommands": True}) as server:
+    with ReplicaSet(parameters=PARAMETERS) as server:
         yield server
 
 
