@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -51,8 +52,10 @@ class Mongosh:
 
 def _installed(cache: Path) -> str:
     program = cache / "node_modules" / ".bin" / "mongosh"
-    if not program.exists():
-        _install(cache)
+    with (cache / "install.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # each process of a parallel run comes here
+        if not program.exists():
+            _install(cache)
     return str(program)
 
 
