@@ -423,7 +423,9 @@ async def _done(run: Any) -> str:
     ],
     ids=str,
 )
-async def test_executions_are_found_through_an_index(shop: Workshop, wanted: dict[str, Any], indexes: list[str]) -> None:
+async def test_executions_are_found_through_an_index(
+    shop: Workshop, wanted: dict[str, Any], indexes: list[str]
+) -> None:
     await many_executions(shop)
     one = await shop.database["executions"].find_one({"namespace": T5})
     given = {key: one["eventId"] if value == "first" else value for key, value in wanted.items()}
