@@ -117,7 +117,7 @@ def _refuse_future(start_at: Timestamp | None, reply: Mapping[str, Any]) -> None
 async def _close(stream: ChangeStream) -> None:
     # A cursor that cannot be given back in time is reaped by the server.
     with suppress(StateLayerError), pymongo.timeout(CLOSE_TIMEOUT):
-        await stream.close()
+        await finished(stream.close())
 
 
 def position_of(cursor: Mapping[str, Any]) -> Timestamp | None:
