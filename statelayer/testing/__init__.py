@@ -1,5 +1,6 @@
-"""For the tests of services that embed the library: fixtures (see ``plugin``) and ``wait_until``."""
+"""For the tests of services that embed the library: fixtures (see ``plugin``), ``wait_until``, a failing network."""
 
+from statelayer.testing.proxy import Proxy
 from statelayer.testing.waiting import wait_until
 
-__all__ = ["wait_until"]
+__all__ = ["Proxy", "wait_until"]

@@ -26,12 +26,14 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator
 
-    from motor.motor_asyncio import AsyncIOMotorDatabase
+    from motor.motor_asyncio import AsyncIOMotorClient, AsyncIOMotorDatabase
+    from pymongo import AsyncMongoClient
     from pymongo.asynchronous.database import AsyncDatabase
 
     from statelayer import StateLayer
     from statelayer.embedded import ReplicaSet
 
+    Client = AsyncMongoClient[dict[str, Any]] | AsyncIOMotorClient[dict[str, Any]]
     Database = AsyncDatabase[dict[str, Any]] | AsyncIOMotorDatabase[dict[str, Any]]
 
 Driver = Literal["pymongo", "motor"]
@@ -80,9 +82,10 @@ async def statelayer_database(
     statelayer_server: ReplicaSet | ExternalServer, statelayer_driver: Driver
 ) -> AsyncGenerator[Database]:
     """An empty database of this test's own; dropped afterwards."""
-    connect = _motor_database if statelayer_driver == "motor" else _pymongo_database
-    async with connect(statelayer_server.uri, f"test_{uuid4().hex[:16]}") as database:
-        yield database
+    name = f"test_{uuid4().hex[:16]}"
+    async with connected(statelayer_driver, statelayer_server.uri) as client:
+        yield client[name]
+        await client.drop_database(name)
 
 
 @pytest.fixture
@@ -99,22 +102,19 @@ async def statelayer_layer(statelayer_database: Database) -> AsyncGenerator[Stat
 
 
 @asynccontextmanager
-async def _pymongo_database(uri: str, name: str) -> AsyncGenerator[Database]:
-    from pymongo import AsyncMongoClient
+async def connected(driver: Driver, uri: str, **options: Any) -> AsyncGenerator[Client]:
+    """A client of this driver, closed afterwards; to be entered inside the loop that will use it."""
+    if driver == "motor":
+        from anyio import to_thread
+        from motor.motor_asyncio import AsyncIOMotorClient
 
-    async with AsyncMongoClient[dict[str, "Any"]](uri, **QUICK) as client:
-        yield client[name]
-        await client.drop_database(name)
+        motor: AsyncIOMotorClient[dict[str, Any]] = AsyncIOMotorClient(uri, **QUICK | options)
+        try:
+            yield motor
+        finally:
+            await to_thread.run_sync(motor.close)  # it waits for the server, which may be a proxy in this very loop
+    else:
+        from pymongo import AsyncMongoClient
 
-
-@asynccontextmanager
-async def _motor_database(uri: str, name: str) -> AsyncGenerator[Database]:
-    from motor.motor_asyncio import AsyncIOMotorClient
-
-    # Inside the loop that it will use.
-    client: AsyncIOMotorClient[dict[str, Any]] = AsyncIOMotorClient(uri, **QUICK)
-    try:
-        yield client[name]
-        await client.drop_database(name)
-    finally:
-        client.close()
+        async with AsyncMongoClient[dict[str, "Any"]](uri, **QUICK | options) as client:
+            yield client
