@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pymongo
 
-from statelayer.drivers.failures import UNKNOWN_COMMIT, is_transient, translated
-from statelayer.errors import ContentionError, DatabaseError, StateLayerError
+from statelayer.drivers.failures import UNKNOWN_COMMIT, is_silence, is_transient, translated
+from statelayer.errors import ContentionError, DatabaseError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -70,13 +70,14 @@ class Deadline:
 @asynccontextmanager
 async def transaction(database: Database, deadline: Deadline) -> AsyncIterator[Session]:
     """Run the block in one transaction: committed when it ends, aborted when it raises or is cancelled."""
+    await finished(database.kill_abandoned())
     async with database.session() as session:
         await database.start_transaction(session)
         try:
             with pymongo.timeout(max(deadline.remaining, 0.001)):
                 yield session
-        except BaseException:
-            await finished(_abort(session))
+        except BaseException as error:
+            await finished(_abort(database, session, error))
             raise
         await finished(_commit(database, session, deadline))
 
@@ -125,10 +126,13 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def _abort(session: Session) -> None:
+async def _abort(database: Database, session: Session, error: BaseException) -> None:
+    """Abort, and when the server may not have heard of it, see to it that it does: the locks are held until then."""
     if session.in_transaction:
         with translated():
             await session.abort_transaction()
+    if is_silence(error):
+        await database.kill_session(session)
 
 
 async def _commit(database: Database, session: Session, deadline: Deadline) -> None:
@@ -143,17 +147,8 @@ async def _commit(database: Database, session: Session, deadline: Deadline) -> N
                 raise
             doubts += 1
             if doubts == COMMIT_ATTEMPTS or UNKNOWN_COMMIT not in error.labels:
-                await _let_go(database, session)
+                await database.kill_session(session)  # what has committed stays committed
                 raise CommitUnknown from error
             await asyncio.sleep(deadline.next_pause())
         else:
             return
-
-
-async def _let_go(database: Database, session: Session) -> None:
-    """Have the server drop the transaction if it still lives: it would hold its locks until it is reaped.
-
-    A transaction that has committed stays committed.
-    """
-    with suppress(StateLayerError):
-        await database.kill_session(session)

@@ -19,6 +19,7 @@ from pymongo.read_concern import ReadConcern
 
 from statelayer.drivers.dialects import dialect_of
 from statelayer.drivers.failures import translated
+from statelayer.errors import StateLayerError
 from statelayer.values import CODEC_OPTIONS
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Database:
     def __init__(self, handle: Any, prefix: str = "") -> None:
         self._dialect = dialect_of(handle)
         self._handle = handle
+        self._abandoned: list[Any] = []
         self.prefix = prefix
 
     @property
@@ -116,9 +118,23 @@ class Database:
             await self._dialect.start_transaction(session, **TRANSACTION_OPTIONS)
 
     async def kill_session(self, session: Session) -> None:
-        """Have the server abort what a session of ours still has open; a user may always kill his own sessions."""
-        with translated(), pymongo.timeout(KILL_TIMEOUT):
-            await self._handle.client["admin"].command({"killSessions": [session.session_id]})
+        """Have the server abort what a session of ours still has open; a user may always kill his own sessions.
+
+        Raises nothing: a server that does not answer is told when it does (``kill_abandoned``).
+        """
+        self._abandoned.append(session.session_id)
+        await self.kill_abandoned()
+
+    async def kill_abandoned(self) -> None:
+        """Tell the server of sessions that it could not be told of when they ended; their locks would outlive them."""
+        if not self._abandoned:
+            return
+        ids, self._abandoned = self._abandoned, []
+        try:
+            with translated(), pymongo.timeout(KILL_TIMEOUT):
+                await self._handle.client["admin"].command({"killSessions": ids})
+        except StateLayerError:
+            self._abandoned += ids
 
     async def close_client(self) -> None:
         """Close the client that the handle belongs to."""

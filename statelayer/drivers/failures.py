@@ -55,6 +55,11 @@ def is_transient(error: BaseException) -> bool:
     return has_label(error, TRANSIENT_TRANSACTION)
 
 
+def is_silence(error: BaseException) -> bool:
+    """Say whether the server did not answer, so that nobody knows what it did."""
+    return isinstance(error, driver.ConnectionFailure) or isinstance(error.__cause__, driver.ConnectionFailure)
+
+
 def has_label(error: BaseException, label: str) -> bool:
     """Say whether the server or driver put this label on the error, for an error of the driver or of ours."""
     if isinstance(error, driver.PyMongoError):
