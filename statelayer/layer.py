@@ -18,6 +18,7 @@ from statelayer.integrity import Integrity
 from statelayer.journal import Journal, Writer
 from statelayer.running import Runner, stopped_by_signals
 from statelayer.settings import Settings
+from statelayer.statistics import Statistics
 from statelayer.subscriptions import Pattern
 from statelayer.subscriptions.dispatch import Dispatch
 from statelayer.subscriptions.evaluation import evaluate
@@ -303,6 +304,15 @@ class StateLayer(Writer):
     async def health(self) -> Health:
         """Say how this layer and its database are, for probes and people. Never raises for what it finds."""
         return await examine(self._dispatch, self._listeners, self._workers)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What this layer did so far in this process: batches and conflicts, streams, evaluations."""
+        return Statistics(
+            journal=self._journal.statistics,
+            reader=self._reader.statistics,
+            listeners=tuple(listener.statistics for listener in self._listeners),
+        )
 
     def _bound_to(self, origin: Origin) -> StateLayer:
         """Return a handle whose writes carry the cause, depth and signature of an execution."""

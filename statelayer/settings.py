@@ -40,6 +40,12 @@ class Settings(BaseModel):
     max_append_bytes: int = Field(default=8 * MEBIBYTE, ge=1024, le=32 * MEBIBYTE)
     """Largest sum of the values in one atomic append."""
 
+    max_queued_writes: int = Field(default=20_000, ge=1)
+    """Most writes that are accepted and not yet committed, in one process; callers beyond that wait."""
+
+    max_queued_bytes: int = Field(default=64 * MEBIBYTE, ge=1024)
+    """Largest sum of the values that are accepted and not yet committed, in one process."""
+
     append_timeout: Seconds = 30.0
     """How long one append may be retried before it fails with ``ContentionError`` or ``OutcomeUnknownError``."""
 

@@ -1,7 +1,8 @@
 """Writing events: one queue, one committer, one transaction for what arrives together.
 
 ``queue`` holds what callers want, ``committer`` leads it through transactions, ``judge`` decides each append in memory
-over what one snapshot said, ``batch`` reads that snapshot and writes what was judged good.
+over what one snapshot said, ``batch`` reads that snapshot and writes what was judged good. ``memory`` saves reads
+between two batches, ``contention`` keeps namespaces that others fight for out of everybody else's way.
 """
 
 from statelayer.journal.append import Append, Companion, Origin, bound_origin, current_origin

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from statelayer.drivers import Collection, Database, Document, Session
     from statelayer.drivers.database import Operation
     from statelayer.journal.append import Append
+    from statelayer.journal.judge import Head
+    from statelayer.journal.memory import Memory
     from statelayer.settings import Settings
 
 Outcome = list[Event] | StateLayerError
@@ -43,11 +45,14 @@ class Batches:
 
     async def append(self, batch: Sequence[Append], session: Session) -> list[Outcome]:
         """Read, judge and write; return what became of each append, in order, should the transaction commit."""
-        ledger = await self._read(batch, session)
-        outcomes = [self._judged(append, ledger) for append in batch]
-        if ledger.events:
-            await self._write(ledger, session)
+        ledger = await self.read(batch, session)
+        outcomes = self.judge(batch, ledger)
+        await self.write(ledger, session)
         return outcomes
+
+    def judge(self, batch: Sequence[Append], ledger: Ledger) -> list[Outcome]:
+        """Decide each append in order, over what the ones before it changed. No I/O."""
+        return [self._judged(append, ledger) for append in batch]
 
     def _judged(self, append: Append, ledger: Ledger) -> Outcome:
         try:
@@ -57,21 +62,25 @@ class Batches:
 
     # --- reading what the decisions rest on
 
-    async def _read(self, batch: Sequence[Append], session: Session) -> Ledger:
-        namespaces = sorted({namespace for append in batch for namespace in append.namespaces})
-        paths = sorted({write.path.text for append in batch for write in append.writes})
-        heads = await self._namespaces.find({"_id": {"$in": namespaces}}, session=session)
-        entries = await self._entries.find({"_id": {"$in": paths}}, session=session)
+    async def read(self, batch: Sequence[Append], session: Session, memory: Memory | None = None) -> Ledger:
+        """Read what the decisions rest on, in the transaction's snapshot; what ``memory`` has is not read again."""
+        heads, entries = _remembered(batch, memory) if memory is not None else ({}, {})
+        namespaces = {namespace for append in batch for namespace in append.namespaces} - heads.keys()
+        paths = {write.path.text for append in batch for write in append.writes} - entries.keys()
         return Ledger(
-            heads={document["_id"]: head_of(document) for document in heads},
-            entries={document["_id"]: document for document in entries},
+            heads=heads | {d["_id"]: head_of(d) for d in await self._by_id(self._namespaces, namespaces, session)},
+            entries=entries | {d["_id"]: d for d in await self._by_id(self._entries, paths, session)},
             keyed=await self._keyed(batch, session),
             causes=await self._causes(batch, session),
             committed=await self._committed(batch, session),
             companions=await self._companions(batch, session),
             revision=await self._revision(session),
             now=self._clock.now(),
+            remembers=bool(heads),
         )
+
+    async def _by_id(self, collection: Collection, ids: set[str], session: Session) -> list[Document]:
+        return await collection.find({"_id": {"$in": sorted(ids)}}, session=session) if ids else []
 
     async def _revision(self, session: Session) -> int:
         document = await self._meta.find_one({"_id": "subscriptions"}, session=session)
@@ -128,7 +137,10 @@ class Batches:
 
     # --- writing what was judged good
 
-    async def _write(self, ledger: Ledger, session: Session) -> None:
+    async def write(self, ledger: Ledger, session: Session) -> None:
+        """Write what was judged good, each document under the condition that it is as it was read."""
+        if not ledger.events:
+            return
         await _exactly(self._namespaces, self._head_operations(ledger), session)
         await _exactly(self._entries, self._entry_operations(ledger), session)
         await self._events.insert_many([event.to_document() for event in ledger.events], session=session)
@@ -160,6 +172,22 @@ class Batches:
             else:
                 operations.append(ReplaceOne({"_id": path, "version": version}, document))
         return operations
+
+
+def _remembered(batch: Sequence[Append], memory: Memory) -> tuple[dict[str, Head], dict[str, Document]]:
+    """Take what a batch needs out of the memory. A merge rests on the value, which is not remembered."""
+    heads: dict[str, Head] = {}
+    entries: dict[str, Document] = {}
+    merged = {write.path.text for append in batch for write in append.writes if write.op == "merge"}
+    for append in batch:
+        for namespace in append.namespaces:
+            if (head := memory.head(namespace)) is not None:
+                heads[namespace] = head
+        for write in append.writes:
+            path = write.path
+            if path.text not in merged and (entry := memory.entry(path.namespace, path.text)) is not None:
+                entries[path.text] = entry
+    return heads, entries
 
 
 async def _exactly(collection: Collection, operations: list[Operation], session: Session) -> None:

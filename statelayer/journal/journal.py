@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from statelayer.drivers import Database
     from statelayer.events import CheckedWrite, Event
     from statelayer.journal.append import Companion, Origin
+    from statelayer.journal.statistics import JournalStatistics
     from statelayer.journal.transact import JournalTransaction, Prepare
     from statelayer.settings import Settings
 
@@ -39,8 +40,17 @@ class Journal:
         self._limits = Limits(bytes=settings.max_value_bytes)
         self._committer = Committer(database, settings, clock)
         self._transactions = Transactions(
-            database, Batches(database, settings, clock), self._committer.claims, settings, clock
+            database,
+            Batches(database, settings, clock),
+            self._committer.claims,
+            self._committer.memory,
+            settings,
+            clock,
         )
+
+    @property
+    def statistics(self) -> JournalStatistics:
+        return self._committer.statistics
 
     async def append(
         self,

@@ -63,6 +63,8 @@ class Ledger:
     now: datetime
     events: list[Event] = field(default_factory=list)
     operations: list[tuple[Companion, Sequence[Event]]] = field(default_factory=list)
+    remembers: bool = False
+    """Whether a part of it was remembered instead of read."""
     _heads_read: dict[str, Head] = field(init=False)
     _versions_read: dict[str, Any] = field(init=False)
 
@@ -73,6 +75,11 @@ class Ledger:
     def head_read(self, namespace: str) -> Head | None:
         """Return the head that the snapshot had, or ``None`` for a namespace that was never written."""
         return self._heads_read.get(namespace)
+
+    @property
+    def heads_read(self) -> dict[str, Head | None]:
+        """The heads that the snapshot had."""
+        return {namespace: self._heads_read.get(namespace) for namespace in self.heads.keys() | self._heads_read.keys()}
 
     def version_read(self, path: str) -> Any:
         """Return the version that the snapshot had, or ``None`` for a path that was never written."""

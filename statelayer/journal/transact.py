@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from statelayer.journal.append import Append
     from statelayer.journal.batch import Batches
     from statelayer.journal.claims import Claims
+    from statelayer.journal.memory import Memory
     from statelayer.settings import Settings
 
 T = TypeVar("T")
@@ -95,10 +96,19 @@ _CURRENT: ContextVar[JournalTransaction | None] = ContextVar("statelayer_transac
 class Transactions:
     """Opens transactions for the service, after claiming their namespaces from the committer."""
 
-    def __init__(self, database: Database, batches: Batches, claims: Claims, settings: Settings, clock: Clock) -> None:
+    def __init__(
+        self,
+        database: Database,
+        batches: Batches,
+        claims: Claims,
+        memory: Memory,
+        settings: Settings,
+        clock: Clock,
+    ) -> None:
         self._database = database
         self._batches = batches
         self._claims = claims
+        self._memory = memory
         self._settings = settings
         self._clock = clock
         self._events = database.collection(names.EVENTS)
@@ -114,7 +124,7 @@ class Transactions:
         """One try. A conflict with another process raises ``ContentionError``: run the block again."""
         deadline = Deadline(self._clock, self._settings.append_timeout)
         self._refuse_nesting()
-        async with self._claims.claimed(namespaces):
+        async with self._claimed(namespaces):
             opened: list[JournalTransaction] = []
             try:
                 async with self._opened(namespaces, prepare, deadline, opened) as tx:
@@ -133,7 +143,7 @@ class Transactions:
         """Run the body in a transaction, again after each transient failure, until the deadline."""
         deadline = Deadline(self._clock, self._settings.append_timeout)
         self._refuse_nesting()
-        async with self._claims.claimed(namespaces):
+        async with self._claimed(namespaces):
             while True:
                 opened: list[JournalTransaction] = []
                 try:
@@ -149,6 +159,15 @@ class Transactions:
                     await deadline.pause("The transaction", error)
                 else:
                     return result
+
+    @asynccontextmanager
+    async def _claimed(self, namespaces: frozenset[str]) -> AsyncIterator[None]:
+        """Keep the committer off these; what it remembers of them is not true afterwards."""
+        async with self._claims.claimed(namespaces):
+            try:
+                yield
+            finally:
+                self._memory.forget(namespaces)
 
     @asynccontextmanager
     async def _opened(

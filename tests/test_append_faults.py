@@ -1,0 +1,208 @@
+"""Faults between the journal and the server: never two events for one append, none lost that was acknowledged (C2)."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from statelayer import Settings, StateLayer, Write
+from statelayer.errors import ContentionError, DatabaseError, OutcomeUnknownError, StateLayerError
+from statelayer.testing import Proxy, wait_until
+from statelayer.testing.plugin import connected
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from statelayer.events import Event
+    from statelayer.testing.plugin import Driver
+
+pytestmark = pytest.mark.anyio
+
+USER = "user:U7"
+T1 = "/tasks/T1"
+
+COMMANDS = ["find", "update", "insert", "commitTransaction"]
+CODES = {
+    "ShutdownInProgress": 91,
+    "WriteConflict": 112,
+    "PrimarySteppedDown": 189,
+    "InterruptedDueToReplStateChange": 11602,
+}
+FAULTS: dict[str, dict[str, Any]] = {name: {"errorCode": code} for name, code in CODES.items()}
+FAULTS["network"] = {"closeConnection": True}
+
+
+@asynccontextmanager
+async def failing(database: Any, *commands: str, times: int | None = 1, **fault: Any) -> AsyncIterator[None]:
+    """Let the server fail these commands, so many times or always."""
+    admin = database.client["admin"]
+    mode = "alwaysOn" if times is None else {"times": times}
+    await admin.command(
+        {"configureFailPoint": "failCommand", "mode": mode, "data": {"failCommands": list(commands), **fault}}
+    )
+    try:
+        yield
+    finally:
+        await admin.command({"configureFailPoint": "failCommand", "mode": "off"})
+
+
+async def stored(layer: StateLayer, namespace: str) -> list[Event]:
+    return [event async for event in layer.events(namespace)]
+
+
+async def write_all(layer: StateLayer) -> list[Event]:
+    """Some appends at a time, over two namespaces, one of them new."""
+    plain = [layer.set(f"{T1}/n/{n}", n, actor=USER) for n in range(5)]
+    keyed = [layer.set(f"/tasks/T2/n/{n}", n, actor=USER, idempotency_key=f"k{n}") for n in range(3)]
+    [*events] = await asyncio.gather(*plain, *keyed)
+    pair = await layer.append([Write(path=f"{namespace}/pair", value=1, actor=USER) for namespace in (T1, "/tasks/T2")])
+    return [*events, *pair]
+
+
+async def agrees(layer: StateLayer, acknowledged: list[Event]) -> None:
+    """What is stored is what was acknowledged, without a gap."""
+    found = [event for namespace in (T1, "/tasks/T2") for event in await stored(layer, namespace)]
+    assert {event.id: event for event in found} == {event.id: event for event in acknowledged}
+    assert len(found) == len(acknowledged)
+    for namespace in (T1, "/tasks/T2"):
+        report = await layer.verify(namespace)
+        assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_c2_whatever_fails_each_append_becomes_one_event(
+    database: Any, layer: StateLayer, command: str, fault: dict[str, Any], times: int
+) -> None:
+    first = await layer.set(f"{T1}/first", 0, actor=USER)
+    async with failing(database, command, times=times, **fault):
+        events = await write_all(layer)
+    await agrees(layer, [first, *events])
+
+
+@pytest.mark.parametrize("times", [1, 4, 11])
+@pytest.mark.parametrize("code", [64, 91, 189, 50])
+async def test_c2_a_commit_whose_reply_is_lost_makes_one_event(
+    database: Any, layer: StateLayer, code: int, times: int
+) -> None:
+    """The commit is carried out; what comes back is ``UnknownTransactionCommitResult``."""
+    error = {"code": code, "errmsg": "not known"}
+    async with failing(database, "commitTransaction", times=times, writeConcernError=error):
+        events = await write_all(layer)
+    await agrees(layer, events)
+
+
+@pytest.mark.parametrize("code", [91, 11602])
+async def test_c2_an_outcome_that_cannot_be_learned_is_its_own_error(
+    database: Any, layer: StateLayer, code: int
+) -> None:
+    hasty = StateLayer(database, settings=Settings(append_timeout=1))
+    first = await hasty.set(f"{T1}/first", 0, actor=USER)
+    error = {"code": code, "errmsg": "not known"}
+    async with failing(database, "commitTransaction", times=None, writeConcernError=error):
+        with pytest.raises(OutcomeUnknownError) as caught:
+            await hasty.set(f"{T1}/x", 1, actor=USER, idempotency_key="k")
+    again = await hasty.set(f"{T1}/x", 1, actor=USER, idempotency_key="k")
+    assert [event.id for event in await stored(layer, T1)] == [first.id, again.id]
+    assert list(caught.value.event_ids) == [again.id]
+    await hasty.aclose()
+
+
+async def test_what_cannot_pass_is_told_at_once(database: Any, layer: StateLayer) -> None:
+    async with failing(database, "insert", times=None, errorCode=13):
+        with pytest.raises(StateLayerError):
+            await layer.set(f"{T1}/x", 1, actor=USER)
+    assert await stored(layer, T1) == []
+    assert (await layer.set(f"{T1}/x", 1, actor=USER)).seq == 1
+
+
+async def test_k4_an_overflowing_counter_is_not_retried(database: Any, layer: StateLayer) -> None:
+    """Code 2 says that it will never pass."""
+    async with failing(database, "update", times=None, errorCode=2):
+        await layer.set(f"{T1}/x", 1, actor=USER)
+        with pytest.raises(DatabaseError):
+            await layer.set(f"{T1}/x", 2, actor=USER)
+    assert (await layer.set(f"{T1}/x", 2, actor=USER)).seq == 2
+
+
+async def test_c1_endless_conflicts_end_at_the_deadline(database: Any, layer: StateLayer) -> None:
+    hasty = StateLayer(database, settings=Settings(append_timeout=0.5))
+    await hasty.set(f"{T1}/x", 0, actor=USER)
+    async with failing(database, "update", times=None, errorCode=112):
+        with pytest.raises(ContentionError, match="Nothing was written"):
+            await hasty.set(f"{T1}/x", 1, actor=USER)
+    assert (await hasty.set(f"{T1}/x", 1, actor=USER)).seq == 2
+    await hasty.aclose()
+
+
+# --- a network that fails
+
+
+@pytest.fixture
+async def proxy(statelayer_server: Any) -> AsyncIterator[Proxy]:
+    host, _, port = statelayer_server.uri.partition("://")[2].partition("/")[0].partition(":")
+    async with Proxy(host, int(port)) as between:
+        yield between
+
+
+@pytest.fixture
+async def distant(proxy: Proxy, layer: StateLayer, database: Any, driver: Driver) -> AsyncIterator[StateLayer]:
+    """A layer on the same database, whose connections go through the proxy."""
+    async with connected(driver, proxy.uri, retryWrites=False) as client:
+        through = StateLayer(client[database.name], settings=Settings(append_timeout=20))
+        yield through
+        proxy.mend()
+        await through.aclose()
+
+
+@pytest.mark.parametrize("moment", ["request", "reply"])
+@pytest.mark.parametrize("command", [*COMMANDS, "abortTransaction"])
+async def test_c2_a_connection_that_is_cut_costs_no_event(
+    proxy: Proxy, distant: StateLayer, layer: StateLayer, command: str, moment: Any
+) -> None:
+    first = await distant.set(f"{T1}/first", 0, actor=USER)
+    proxy.cut(command, at=moment, times=2)
+    events = await write_all(distant)
+    assert proxy.cuts_made or command == "abortTransaction"
+    await agrees(layer, [first, *events])
+
+
+async def test_c2_a_commit_that_is_still_running_when_the_client_gives_up(
+    statelayer_server: Any, database: Any, layer: StateLayer, driver: Driver
+) -> None:
+    """Its connection is given up at the socket's timeout; the server carries it out a second later."""
+    await layer.set(f"{T1}/first", 0, actor=USER)
+    async with connected(driver, statelayer_server.uri, socketTimeoutMS=300) as client:
+        hasty = StateLayer(client[database.name], settings=Settings(append_timeout=20))
+        async with failing(database, "commitTransaction", blockConnection=True, blockTimeMS=1200):
+            event = await hasty.set(f"{T1}/x", 1, actor=USER)
+        await hasty.aclose()
+    assert [(each.seq, each.version) for each in await stored(layer, T1)] == [(1, 1), (2, 1)]
+    assert (await layer.get(f"{T1}/x")).event_id == event.id  # type: ignore[union-attr]
+
+
+async def test_a_network_that_goes_silent_holds_nobody_for_ever(
+    proxy: Proxy, layer: StateLayer, database: Any, driver: Driver
+) -> None:
+    async with connected(driver, proxy.uri, serverSelectionTimeoutMS=300, connectTimeoutMS=300) as client:
+        hasty = StateLayer(client[database.name], settings=Settings(append_timeout=1))
+        await hasty.set(f"{T1}/first", 0, actor=USER)
+        proxy.silence()
+        with pytest.raises(StateLayerError):
+            await hasty.set(f"{T1}/x", 1, actor=USER)
+        proxy.speak()
+        await wait_until(lambda: _written(hasty))
+        await hasty.aclose()
+    assert (await layer.verify(T1)).ok
+
+
+async def _written(layer: StateLayer) -> bool:
+    try:
+        await layer.set(f"{T1}/x", 2, actor=USER, idempotency_key="again")
+    except StateLayerError:
+        return False
+    return True
