@@ -48,6 +48,8 @@ HELD_BY = {
     "max_value_bytes": ("test_append", "test_limits_of_an_append_are_settings"),
     "max_append_writes": ("test_append", "test_limits_of_an_append_are_settings"),
     "max_append_bytes": ("test_append", "test_limits_of_an_append_are_settings"),
+    "max_queued_writes": ("test_group_commit", "test_callers_wait_when_the_queue_is_full"),
+    "max_queued_bytes": ("test_group_commit", "test_the_queue_is_bounded_in_bytes_too"),
     "append_timeout": ("test_settings", "test_an_append_is_retried_no_longer_than_its_timeout"),
     "lease": ("test_settings", "test_an_execution_is_leased_for_so_long"),
     "heartbeat": ("test_settings", "test_the_instance_reports_itself_with_each_heartbeat"),
@@ -86,6 +88,8 @@ def test_unknown_settings_are_refused() -> None:
         ("max_value_bytes", 4 * 1024 * 1024 + 1),
         ("max_append_writes", 0),
         ("max_append_bytes", 1),
+        ("max_queued_writes", 0),
+        ("max_queued_bytes", 1),
         ("concurrency", 0),
         ("page_size", 0),
         *(
