@@ -75,16 +75,20 @@ async def _spread(bench: Bench, set_: Set, namespaces: int) -> float:
     return await rate(call, callers=namespaces, seconds=bench.seconds)
 
 
-async def hot_namespace(bench: Bench) -> Row:
+async def _hot_beside_transactions(bench: Bench, callers: int, target: float) -> Row:
     async with bench.layer() as layer:
         baseline = TransactionPerWrite(bench.database)
         return await compare(
-            "one hot namespace, 64 callers, one write each",
+            f"one hot namespace, {callers:,} callers, one write each",
             PER_WRITE,
-            lambda _: _hot(bench, _setter(layer), 64),
-            lambda _: _hot(bench, baseline.set, 64),
-            target=25,
+            lambda _: _hot(bench, _setter(layer), callers),
+            lambda _: _hot(bench, baseline.set, callers),
+            target=target,
         )
+
+
+async def hot_namespace(bench: Bench) -> Row:
+    return await _hot_beside_transactions(bench, 64, target=25)
 
 
 async def hot_namespace_locked(bench: Bench) -> Row:
@@ -105,15 +109,7 @@ async def hot_namespace_locked(bench: Bench) -> Row:
 
 
 async def hot_namespace_crowded(bench: Bench) -> Row:
-    async with bench.layer() as layer:
-        baseline = TransactionPerWrite(bench.database)
-        return await compare(
-            "one hot namespace, 1,000 callers, one write each",
-            PER_WRITE,
-            lambda _: _hot(bench, _setter(layer), 1000),
-            lambda _: _hot(bench, baseline.set, 1000),
-            target=60,
-        )
+    return await _hot_beside_transactions(bench, 1000, target=60)
 
 
 async def many_namespaces(bench: Bench) -> Row:
