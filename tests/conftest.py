@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from mongosh import Mongosh
+from workbench import Workbench
+
+from statelayer import mongo_indexes
 
 if TYPE_CHECKING:
     from statelayer import StateLayer
@@ -40,6 +43,13 @@ def database(statelayer_database: Database) -> Database:
 @pytest.fixture
 def layer(statelayer_layer: StateLayer) -> StateLayer:
     return statelayer_layer
+
+
+@pytest.fixture
+async def bench(database: Database) -> Workbench:
+    bench = Workbench(database)
+    await mongo_indexes.setup(bench.database, bench.settings)
+    return bench
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from plans import plan_of_find
-from workbench import USER, Workbench
+from workbench import AGENT, USER, WORKFLOW, Workbench
 
 from statelayer import mongo_indexes as names
 from statelayer.errors import DatabaseError, ExecutionStateError, InvalidActorError, InvalidExecutorError, NotFoundError
@@ -24,16 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
-AGENT = {"type": "execute_agent", "agentId": "facade"}
-WORKFLOW = {"type": "execute_workflow", "workflowId": "review"}
 MAIL = {"type": "send_mail", "to": "a@example.org"}
-
-
-@pytest.fixture
-async def bench(database: Any) -> Workbench:
-    bench = Workbench(database)
-    await names.setup(bench.database, bench.settings)
-    return bench
 
 
 async def put(bench: Workbench, job: str, state: str) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from workbench import Workbench
+from workbench import AGENT, WORKFLOW, Workbench
 
-from statelayer import mongo_indexes as names
 from statelayer import paths
 from statelayer.errors import InvalidExecutorError, InvalidPathError, InvalidValueError, ReservedPathError
 from statelayer.events import Write
@@ -34,15 +33,6 @@ from statelayer.testing import wait_until
 pytestmark = pytest.mark.anyio
 
 EVENT = "0123456789abcdef01234567"
-WORKFLOW = {"type": "execute_workflow", "workflowId": "review"}
-AGENT = {"type": "execute_agent", "agentId": "facade"}
-
-
-@pytest.fixture
-async def bench(database: Any) -> Workbench:
-    bench = Workbench(database)
-    await names.setup(bench.database, bench.settings)
-    return bench
 
 
 def execution(action: dict[str, Any], target: str, **fields: Any) -> Execution:

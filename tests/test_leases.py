@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pymongo.errors import AutoReconnect
-from workbench import FAST, Gate, Workbench
+from workbench import AGENT, FAST, SOON, WORKFLOW, Gate, Workbench
 
-from statelayer import mongo_indexes as names
 from statelayer.errors import ContentionError, DatabaseError, OutcomeUnknownError, TransientDatabaseError
-from statelayer.executors import Registry, RetryPolicy, Run
+from statelayer.executors import Registry, Run
 from statelayer.executors.leases import Leases
 from statelayer.testing import wait_until
 
@@ -26,17 +25,6 @@ if TYPE_CHECKING:
     from statelayer.testing.plugin import ExternalServer
 
 pytestmark = pytest.mark.anyio
-
-WORKFLOW = {"type": "execute_workflow", "workflowId": "review"}
-AGENT = {"type": "execute_agent", "agentId": "facade"}
-SOON = RetryPolicy(wait=0)
-
-
-@pytest.fixture
-async def bench(database: Any) -> Workbench:
-    bench = Workbench(database)
-    await names.setup(bench.database, bench.settings)
-    return bench
 
 
 async def expire(bench: Workbench, job: str) -> None:
@@ -366,7 +354,7 @@ import asyncio, sys
 from pymongo import AsyncMongoClient
 from statelayer.settings import Settings
 sys.path.insert(0, sys.argv[3])
-from workbench import FAST, Gate, Workbench
+from workbench import AGENT, FAST, Gate, SOON, WORKFLOW, Workbench
 
 async def main():
     bench = Workbench(AsyncMongoClient(sys.argv[1])[sys.argv[2]])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from bson import Int64
-from workbench import Gate, Workbench
+from workbench import WORKFLOW, Gate, Workbench
 
-from statelayer import mongo_indexes as names
 from statelayer.errors import NotFoundError
 from statelayer.executors import Outcomes
 from statelayer.history import Reader
@@ -20,15 +19,6 @@ if TYPE_CHECKING:
     from statelayer.events import Event
 
 pytestmark = pytest.mark.anyio
-
-WORKFLOW = {"type": "execute_workflow", "workflowId": "review"}
-
-
-@pytest.fixture
-async def bench(database: Any) -> Workbench:
-    bench = Workbench(database)
-    await names.setup(bench.database, bench.settings)
-    return bench
 
 
 @pytest.fixture

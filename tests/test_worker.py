@@ -7,9 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from workbench import FAST, Gate, Workbench
+from workbench import AGENT, FAST, SOON, WORKFLOW, Gate, Workbench
 
-from statelayer import mongo_indexes as names
 from statelayer.executors import Registry, RetryPolicy, Run
 from statelayer.executors.leases import Leases
 from statelayer.executors.worker import shares
@@ -19,17 +18,6 @@ if TYPE_CHECKING:
     from statelayer.executors import Worker
 
 pytestmark = pytest.mark.anyio
-
-WORKFLOW = {"type": "execute_workflow", "workflowId": "review"}
-AGENT = {"type": "execute_agent", "agentId": "facade"}
-SOON = RetryPolicy(wait=0)
-
-
-@pytest.fixture
-async def bench(database: Any) -> Workbench:
-    bench = Workbench(database)
-    await names.setup(bench.database, bench.settings)
-    return bench
 
 
 # --- claiming

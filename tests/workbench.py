@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from statelayer import mongo_indexes
 from statelayer.clock import Clock
 from statelayer.drivers import Database
-from statelayer.executors import Executions, Recorder, Registry, Worker
+from statelayer.executors import Executions, Recorder, Registry, RetryPolicy, Worker
 from statelayer.executors.models import job_id
 from statelayer.journal import Journal, Writer
 from statelayer.settings import Settings
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from statelayer.journal import Origin
 
 USER = "user:U7"
+WORKFLOW = {"type": "execute_workflow", "workflowId": "review"}
+AGENT = {"type": "execute_agent", "agentId": "facade"}
+SOON = RetryPolicy(wait=0)
 FAST = Settings(poll=0.05, heartbeat=0.1, lease=1.0, drain_timeout=5)
 
 
