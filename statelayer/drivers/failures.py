@@ -26,6 +26,7 @@ TRANSIENT_TRANSACTION = "TransientTransactionError"
 UNKNOWN_COMMIT = "UnknownTransactionCommitResult"
 
 DUPLICATE_KEY = 11000
+WRITE_CONFLICT = 112
 UNAUTHORIZED = 13
 NO_TRANSACTIONS = 20
 NO_CHANGE_STREAMS = 40573
@@ -53,6 +54,11 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, (TransientDatabaseError, driver.ConnectionFailure)):
         return True
     return has_label(error, TRANSIENT_TRANSACTION)
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Say whether a transaction lost against another one that wrote the same document, for an error of ours."""
+    return isinstance(error, DatabaseError) and error.server_code == WRITE_CONFLICT
 
 
 def is_silence(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from statelayer import mongo_indexes as names
-from statelayer.drivers import is_transient
+from statelayer.drivers import is_conflict, is_transient
 from statelayer.errors import DatabaseError, DuplicateKeyError, StateLayerError
 from statelayer.journal.batch import Batches, GuardFailedError
 from statelayer.journal.claims import Claims
@@ -45,8 +45,6 @@ log = structlog.get_logger("statelayer.journal")
 
 LANES_AT_ONCE = 8
 """How many contended namespaces are in a transaction at the same time."""
-
-WRITE_CONFLICT = 112
 
 ANOTHER_LOOK = 0.005
 """Seconds after which a head that did not move is looked at again, before a batch is taken apart."""
@@ -284,7 +282,7 @@ class Committer:
     async def _raise_conflict(self, error: DatabaseError, batch: Sequence[Pending], ledger: Ledger | None) -> None:
         if isinstance(error, DuplicateKeyError):
             await self._explain(error, batch)
-        elif not isinstance(error, GuardFailedError) and error.server_code != WRITE_CONFLICT:
+        elif not isinstance(error, GuardFailedError) and not is_conflict(error):
             return
         self._counts.conflicts += 1
         if ledger is None:

@@ -135,6 +135,9 @@ class Admission:
         except asyncio.CancelledError:
             self._withdraw(place)
             raise
+        if self._closed:  # since its turn came
+            self._leave(append)
+            raise _closed()
 
     def close(self) -> None:
         """Turn away whoever waits, and whoever comes."""
