@@ -201,6 +201,18 @@ async def no_kind(archive: Archive) -> None:
     await archive.plant("events", seq(3), field("actor", "U7"))
 
 
+async def an_actor_in_a_list(archive: Archive) -> None:
+    await archive.plant("events", seq(3), field("actor", ["user:U7"]))
+
+
+async def a_depth_in_a_list(archive: Archive) -> None:
+    await archive.plant("events", seq(3), field("triggerDepth", [0]))
+
+
+async def a_depth_that_is_a_float(archive: Archive) -> None:
+    await archive.plant("events", seq(3), field("triggerDepth", 0.0))
+
+
 async def depth_without_cause(archive: Archive) -> None:
     await archive.plant("events", seq(3), field("triggerDepth", 1))
 
@@ -287,6 +299,9 @@ async def no_head(archive: Archive) -> None:
 LOGS: list[tuple[Plant, list[tuple[Any, ...]]]] = [
     (no_actor, [("actor", f"{T1}/a", 3, "kind:id", MISSING)]),
     (no_kind, [("actor", f"{T1}/a", 3, "kind:id", "U7")]),
+    (an_actor_in_a_list, [("actor", f"{T1}/a", 3, "kind:id", ["user:U7"])]),
+    (a_depth_in_a_list, [("depth", f"{T1}/a", 3, 0, [0])]),
+    (a_depth_that_is_a_float, [("depth", f"{T1}/a", 3, 0, 0.0)]),
     (depth_without_cause, [("depth", f"{T1}/a", 3, 0, 1)]),
     (depth_too_small, [("depth", f"{T1}/a", 7, 1, 0)]),
     (depth_too_large, [("depth", f"{T1}/a", 7, 1, 33)]),
@@ -375,6 +390,27 @@ async def test_b2_every_hole_is_named(archive: Archive) -> None:
         ("seq_gap", f"{T1}/a", 3, 2, 3),
         ("seq_gap", f"{T1}/c", 6, 5, 6),
     ]
+
+
+async def test_a_log_of_several_stretches_is_read_whole(archive: Archive) -> None:
+    """With pages of one row a stretch has twenty keys: one path is longer, and a hole lies in the middle of one."""
+    for n in range(45):
+        await archive.set(f"{T1}/long" if n % 3 else f"{T1}/n/{n:02}", n)
+    integrity = Integrity(archive.database, Settings(page_size=1), Clock())
+    report = await integrity.verify(T1)
+    assert (report.problems, report.events, report.entries) == ([], 7 + 45, 3 + 1 + 15)
+    await archive.database.handle["entries"].delete_many({"_id": {"$gt": f"{T1}/long"}})
+    assert (await integrity.replay(T1)).entries_written == 15
+    await archive.remove("events", seq(30))
+    assert told(await integrity.verify(T1)) == [
+        ("seq_gap", f"{T1}/long", 31, 30, 31),
+        ("version_gap", f"{T1}/long", 31, 15, 16),
+    ]
+
+
+async def test_an_actor_of_any_script_is_in_order(archive: Archive) -> None:
+    await archive.journal.append([Write(path=f"{T1}/a", value=1, actor="user:Łukasz Müller")])
+    assert (await archive.verify()).ok
 
 
 async def test_a_report_is_bounded(archive: Archive) -> None:
@@ -512,9 +548,9 @@ class Interrupted(Scans):
             await self.meanwhile("entries")
             yield page
 
-    async def paths(self) -> AsyncIterator[list[dict[str, Any]]]:
-        async for page in super().paths():
-            await self.meanwhile("paths")
+    async def written_paths(self) -> AsyncIterator[list[dict[str, Any]]]:
+        async for page in super().written_paths():
+            await self.meanwhile("written_paths")
             yield page
 
     async def meanwhile(self, scan: str) -> None:
@@ -554,7 +590,7 @@ async def test_e3_an_entry_that_came_back_meanwhile_is_left_alone(archive: Archi
         await archive.replay()
         await archive.set(f"{T1}/a", "newer")
 
-    await replay_while(archive, come_back_and_be_written, "paths")
+    await replay_while(archive, come_back_and_be_written, "written_paths")
     [entry, *_] = await archive.documents("entries")
     assert (entry["value"], entry["version"]) == ("newer", 4)
     assert (await archive.verify()).ok

@@ -64,7 +64,7 @@ class Replay:
             self._report.entries_written += counts.modified
 
     async def _add_missing(self) -> None:
-        async for page in self._scans.paths():
+        async for page in self._scans.written_paths():
             self._report.events += sum(fold["count"] for fold in page)
             missing = [fold["newest"] for fold in page if "hasEntry" not in fold and fold["newest"] is not None]
             async for events in self._scans.events(missing):

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 LARGEST_PAGE = 5000
 """Rows of one page; as many folds of the longest paths still fit into one reply."""
 
-NOT_A_NUMBER = [{"seq": {"$not": {"$type": "number"}}}, {"seq": float("nan")}]
+STRETCH = 20
+"""How many keys of an index are folded for each row that a page may have."""
+
+NO_NUMBER = {"$not": {"$gte": float("-inf")}}
+"""Matches a seq that stands nowhere in the log; NaN is one. Said like this, the index skips all the others."""
+
+NEWEST = {"$max": {"$cond": [{"$isNumber": "$seq"}, "$seq", None]}}
+"""The highest seq of a path; one that is no number stands nowhere."""
+
+PLAIN_ACTOR = r"^[a-z][a-z0-9_-]*:[!-~]{1,200}$"
+"""An actor that is in order without a doubt."""
 
 
 class Scans:
@@ -30,6 +40,7 @@ class Scans:
     def __init__(self, database: Database, settings: Settings, namespace: str) -> None:
         self._database = database
         self._size = min(settings.page_size, LARGEST_PAGE)
+        self._stretch = STRETCH * self._size
         self._namespace = namespace
         self._events = database.collection(names.EVENTS)
         self._entries = database.collection(names.ENTRIES)
@@ -49,7 +60,7 @@ class Scans:
 
     async def unnumbered(self, limit: int) -> list[Document]:
         """Return events whose seq is no number, and which therefore stand nowhere in the log."""
-        wanted = {"namespace": self._namespace, "$or": NOT_A_NUMBER}
+        wanted = {"namespace": self._namespace, "seq": NO_NUMBER}
         return await self._events.find(wanted, limit=limit, projection={"value": 0, "patch": 0})
 
     async def unversioned(self, path: str, limit: int) -> list[Document]:
@@ -57,36 +68,62 @@ class Scans:
         wanted = {"namespace": self._namespace, "path": path, "version": {"$not": {"$type": "long"}}}
         return await self._events.find(wanted, limit=limit, projection={"value": 0, "patch": 0})
 
-    async def log(self, head: int) -> AsyncIterator[list[Document]]:
-        """Read the events up to this seq, without their values and with ``cause``: what is known of their cause."""
+    async def stretches(self, head: int) -> AsyncIterator[Document]:
+        """Fold the seqs up to this one, stretch by stretch of the log: ``count``, ``first``, ``last`` and ``types``."""
         after: Any = {"$gte": float("-inf")}
         while True:
-            pipeline: list[dict[str, Any]] = [
-                {"$match": {"namespace": self._namespace, "seq": {**after, "$lte": head}}},
-                {"$sort": {"seq": 1}},
-                {"$limit": self._size},
-                {"$project": {"value": 0, "patch": 0}},
-                {"$set": {"seqType": {"$type": "$seq"}}},
-            ]
+            fold = {
+                "_id": None,
+                "count": {"$sum": 1},
+                "first": {"$min": "$seq"},
+                "last": {"$max": "$seq"},
+                "types": {"$addToSet": {"$type": "$seq"}},
+            }
+            pipeline = [*self._log({**after, "$lte": head}), {"$limit": self._stretch}, {"$group": fold}]
             if not (page := await self._page(self._events, pipeline)):
                 return
+            yield page[0]
+            after = {"$gt": page[0]["last"]}
+
+    async def seqs(self, first: Any, last: Any) -> AsyncIterator[list[Document]]:
+        """Read path, seq and ``seqType`` of the events from one seq to another."""
+        projection: list[dict[str, Any]] = [{"$project": {"path": 1, "seq": 1, "seqType": {"$type": "$seq"}}}]
+        async for page in self._log_pages({"$gte": first}, last, projection):
+            yield page
+
+    async def suspects(self, head: int) -> AsyncIterator[list[Document]]:
+        """Read the events up to this seq that the server alone cannot tell to be in order, without their values.
+
+        These are all that were caused, each with ``cause``: what is known of it, and whatever is unusual about a root.
+        """
+        suspicious: list[dict[str, Any]] = [
+            {"$match": {"$or": self._suspicions()}},
+            {"$limit": self._size},
+            {"$project": dict.fromkeys(("path", "seq", "actor", "triggerDepth", "causedByEventId", "rootEventId"), 1)},
+        ]
+        async for page in self._log_pages({"$gte": float("-inf")}, head, suspicious):
             causes = await self._causes(page)
             yield [event | {"cause": causes.get(event.get("causedByEventId"))} for event in page]
-            after = {"$gt": page[-1]["seq"]}
 
-    async def paths(self) -> AsyncIterator[list[Document]]:
-        """Fold the events of each path: ``count``, ``lowest`` and ``highest`` version and their ``types``.
+    async def written_paths(self) -> AsyncIterator[list[Document]]:
+        """Fold the log by path, from an index alone: ``count`` of events, the ``newest`` seq, and ``hasEntry``."""
+        async for page in self._folds("seq", {"newest": NEWEST}):
+            yield page
 
-        ``last`` is the seq of the highest version, ``newest`` the highest seq; ``hasEntry`` is there if an entry is.
+    async def versions(self) -> AsyncIterator[list[Document]]:
+        """Fold the log by path, with ``lowest`` and ``highest`` version and their ``types`` as well.
+
+        ``last`` is the seq of the highest version.
         """
-        after: str | None = self._namespace + "/"
-        while after is not None:
-            span = self._below(after)
-            last = await self._last_of_page(span)
-            if last is not None:
-                span["$lte"] = last
-            yield await self._page(self._events, self._fold(span))
-            after = last
+        versions = {
+            "lowest": {"$min": "$version"},
+            "highest": {"$max": "$version"},
+            "types": {"$addToSet": {"$type": "$version"}},
+            "last": {"$last": "$seq"},
+            "newest": NEWEST,
+        }
+        async for page in self._folds("version", versions):
+            yield page
 
     async def entries(self) -> AsyncIterator[list[Document]]:
         """Read the entries, each as ``entry`` beside the ``newest`` event of its path, if there is one."""
@@ -137,52 +174,74 @@ class Scans:
 
     # --- parts of these
 
+    def _log(self, seqs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"$match": {"namespace": self._namespace, "seq": seqs}}, {"$sort": {"seq": 1}}]
+
+    async def _log_pages(
+        self, after: Mapping[str, Any], last: Any, stages: Sequence[dict[str, Any]]
+    ) -> AsyncIterator[list[Document]]:
+        while page := await self._page(
+            self._events, [*self._log({**after, "$lte": last}), *stages, {"$limit": self._size}]
+        ):
+            yield page
+            after = {"$gt": page[-1]["seq"]}
+
+    def _suspicions(self) -> list[dict[str, Any]]:
+        """Say what makes an event worth a look; a condition on a field holds for an array if it does for an element."""
+        return [
+            {"causedByEventId": {"$exists": True}},
+            {"rootEventId": {"$exists": True}},
+            {"triggerDepth": {"$ne": 0}},
+            {"triggerDepth": {"$not": {"$type": ["int", "long"]}}},
+            {"path": {"$not": self._below(self._namespace + "/")}},
+            {"actor": {"$not": {"$regex": PLAIN_ACTOR}}},
+            *({field: {"$type": "array"}} for field in ("triggerDepth", "path", "actor")),
+        ]
+
     async def _causes(self, page: Sequence[Document]) -> dict[Any, Document]:
         """Read them apart from their effects: a cause is there before its effect, and neither changes."""
-        ids = [event["causedByEventId"] for event in page if "causedByEventId" in event]
+        ids = {event["causedByEventId"]: None for event in page if isinstance(event.get("causedByEventId"), str)}
         if not ids:
             return {}
-        causes = await self._events.find({"_id": {"$in": ids}}, projection={"triggerDepth": 1, "rootEventId": 1})
+        causes = await self._events.find({"_id": {"$in": list(ids)}}, projection={"triggerDepth": 1, "rootEventId": 1})
         return {cause["_id"]: cause for cause in causes}
 
     def _below(self, after: str) -> dict[str, str]:
         """The paths of the namespace behind this one."""
         return {"$gt": after, "$lt": self._namespace + "0"}  # "0" follows "/"
 
-    async def _last_of_page(self, span: Mapping[str, str]) -> str | None:
-        """Return the path that the first page of these ends with, ``None`` when it is the last page."""
-        pipeline: list[dict[str, Any]] = [
-            {"$match": {"namespace": self._namespace, "path": span}},
-            {"$sort": {"path": 1, "version": 1}},
-            {"$skip": self._size},
-            {"$limit": 1},
-            {"$project": {"path": 1}},
-        ]
+    async def _folds(self, order: str, fields: Mapping[str, Any]) -> AsyncIterator[list[Document]]:
+        """Fold the events of each path in this order, and say which paths have an entry. A path is never divided."""
+        after = self._namespace + "/"
+        while True:
+            span = self._below(after)
+            if (last := await self._end_of_stretch(span, order)) is not None:
+                span["$lte"] = last
+            if not (page := await self._page(self._events, self._fold(span, order, fields))):
+                return
+            yield page
+            after = page[-1]["_id"]
+
+    async def _end_of_stretch(self, span: Mapping[str, str], order: str) -> str | None:
+        """Return the path that a stretch of these ends in, ``None`` when there are fewer."""
+        pipeline = [*self._by_path(span, order), {"$skip": self._stretch}, {"$limit": 1}, {"$project": {"path": 1}}]
         rows = await self._page(self._events, pipeline)
         return rows[0]["path"] if rows else None
 
-    def _fold(self, span: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _fold(self, span: Mapping[str, str], order: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         entry = [{"$match": {"_id": span}}, {"$project": {"hasEntry": {"$literal": True}}}]
         return [
-            {"$match": {"namespace": self._namespace, "path": span}},
-            {"$sort": {"path": 1, "version": 1}},
-            {
-                "$group": {
-                    "_id": "$path",
-                    "count": {"$sum": 1},
-                    "lowest": {"$min": "$version"},
-                    "highest": {"$max": "$version"},
-                    "types": {"$addToSet": {"$type": "$version"}},
-                    "last": {"$last": "$seq"},
-                    "newest": {"$max": {"$cond": [{"$isNumber": "$seq"}, "$seq", None]}},
-                }
-            },
+            *self._by_path(span, order),
+            {"$group": {"_id": "$path", "count": {"$sum": 1}, **fields}},
             {"$unionWith": {"coll": self._entries.name, "pipeline": entry}},
             {"$group": {"_id": "$_id", "row": {"$mergeObjects": "$$ROOT"}}},
             {"$replaceWith": "$row"},
             {"$match": {"count": {"$exists": True}}},
             {"$sort": {"_id": 1}},
         ]
+
+    def _by_path(self, span: Mapping[str, str], order: str) -> list[dict[str, Any]]:
+        return [{"$match": {"namespace": self._namespace, "path": span}}, {"$sort": {"path": 1, order: 1}}]
 
     def _newest(self) -> list[dict[str, Any]]:
         """Pick the last event in the order of the log; one whose seq is no number stands nowhere in it."""
