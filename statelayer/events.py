@@ -61,7 +61,7 @@ class Event(StoredModel):
     source: Source
     trigger_depth: int = 0
     caused_by_event_id: str | None = None
-    root_event_id: str
+    root_event_id: str = Field(default_factory=lambda data: data["id"])
     batch_id: str
     batch_size: int | None = None
     idempotency_key: str | None = None
@@ -72,7 +72,7 @@ class Event(StoredModel):
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Read what ``to_document`` wrote."""
-        return cls.model_validate({"rootEventId": document["_id"], **document})
+        return cls.model_validate(document)
 
     def to_document(self) -> dict[str, Any]:
         """Return the document of the ``events`` collection; fields that do not apply are left out."""

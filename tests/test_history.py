@@ -240,7 +240,7 @@ async def _open_cursors(book: Book) -> int:
 
 async def test_a_page_survives_one_failure_of_the_server(book: Book) -> None:
     await book.set("/tasks/T1/n", 1)
-    fail = {"failCommands": ["find"], "errorCode": 112, "namespace": f"{book.database.name}.events"}
+    fail = {"failCommands": ["find"], "errorCode": 91, "namespace": f"{book.database.name}.events"}
     await book.database.admin_command({"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": fail})
     assert await book.seqs("/tasks/T1") == [1]
 

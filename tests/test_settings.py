@@ -423,7 +423,7 @@ async def leave_without(server: embedded.ReplicaSet) -> None:
 async def test_the_log_is_read_in_pages(statelayer_server: Any, database: Any) -> None:
     async with listened(statelayer_server, database, page_size=7) as (layer, commands):
         for number in range(20):
-            await layer.set(f"/tasks/T1/requests/R{number}", number, actor=USER)
+            await layer.set(f"/tasks/T1/requests/R{number}", number, actor="user:ä")  # judged here, not in the server
         for read in (_all_events, _traced, _watched, _caught_up):
             commands.sent.clear()
             assert await read(layer) >= 20, read.__name__

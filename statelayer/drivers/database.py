@@ -183,6 +183,16 @@ class Collection:
             cursor = self._many.find(filter, projection, sort=sort, limit=limit, session=session, **batch)
             return list(await cursor.to_list(None))
 
+    async def find_page(
+        self, filter: Mapping[str, Any], *, sort: Sequence[tuple[str, int]], size: int
+    ) -> list[Document]:
+        """Return the first documents that match, at most ``size`` and at most what one reply holds (16 MiB).
+
+        No cursor is left in the server.
+        """
+        with translated():
+            return list(await self._many.find(filter, sort=sort, limit=-size).to_list(None))
+
     async def aggregate(
         self, pipeline: Sequence[Mapping[str, Any]], *, session: Session = None, **options: Any
     ) -> list[Document]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from statelayer import mongo_indexes as names
-from statelayer.errors import IntegrityError, TransientDatabaseError
+from statelayer.errors import IntegrityError
 from statelayer.events import Entry, Event
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ class Log:
     """Reads the events of a namespace in the order of their seqs."""
 
     def __init__(self, database: Database, settings: Settings) -> None:
-        self._database = database
         self._page_size = settings.page_size
         self._events = database.collection(names.EVENTS)
 
@@ -36,19 +35,8 @@ class Log:
 
     async def page(self, namespace: str, after: int) -> list[Document]:
         """Return the next events behind this seq; none when the log ends there."""
-        find = {
-            "find": self._events.name,
-            "filter": {"namespace": namespace, "seq": {"$gt": after}},
-            "sort": {"seq": 1},
-            "limit": self._page_size,
-            "singleBatch": True,
-            "readConcern": {"level": "snapshot"},
-        }
-        try:
-            reply = await self._database.command(find)
-        except TransientDatabaseError:  # once more, as the drivers do for the reads that they send themselves
-            reply = await self._database.command(find)
-        return list(reply["cursor"]["firstBatch"])
+        wanted = {"namespace": namespace, "seq": {"$gt": after}}
+        return await self._events.find_page(wanted, sort=[("seq", 1)], size=self._page_size)
 
 
 def event_of(document: Document) -> Event:
