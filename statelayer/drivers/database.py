@@ -190,8 +190,8 @@ class Collection:
 
         No cursor is left in the server.
         """
-        with translated():
-            return list(await self._many.find(filter, sort=sort, limit=-size).to_list(None))
+        with translated():  # a negative limit asks for a single batch, which holds 101 documents unless told
+            return list(await self._many.find(filter, sort=sort, limit=-size, batch_size=size).to_list(None))
 
     async def aggregate(
         self, pipeline: Sequence[Mapping[str, Any]], *, session: Session = None, **options: Any
