@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import datetime  # noqa: TC003 - pydantic reads the annotations
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 from bson.int64 import Int64
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,6 +31,8 @@ SCHEMA_VERSION = 1
 MAX_ACTOR_BYTES = 320
 MAX_KEY_BYTES = 512
 
+_OPS: tuple[Op, ...] = get_args(Op)
+_SOURCES: tuple[Source, ...] = get_args(Source)
 _ACTOR = re.compile(r"[a-z][a-z0-9_-]*:.+")
 
 
@@ -71,38 +74,8 @@ class Event(StoredModel):
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Read what ``to_document`` wrote."""
+        """Read a document of the ``events`` collection."""
         return cls.model_validate(document)
-
-    def to_document(self) -> dict[str, Any]:
-        """Return the document of the ``events`` collection; fields that do not apply are left out."""
-        document: dict[str, Any] = {
-            "_id": self.id,
-            "namespace": self.namespace,
-            "seq": Int64(self.seq),
-            "path": self.path,
-            "version": Int64(self.version),
-            "op": self.op,
-            "actor": self.actor,
-            "source": self.source,
-            "triggerDepth": self.trigger_depth,
-            "batchId": self.batch_id,
-            "subscriptionsRev": Int64(self.subscriptions_rev),
-            "partition": self.partition,
-            "committedAt": self.committed_at,
-            "schemaVersion": SCHEMA_VERSION,
-        }
-        if self.op != "delete":
-            document["value"] = self.value
-        if self.patch is not None:
-            document["patch"] = self.patch
-        if self.caused_by_event_id is not None:
-            document["causedByEventId"] = self.caused_by_event_id
-            document["rootEventId"] = self.root_event_id
-        if self.idempotency_key is not None:
-            document["idempotencyKey"] = self.idempotency_key
-            document["batchSize"] = self.batch_size
-        return document
 
 
 class Entry(StoredModel):
@@ -126,11 +99,11 @@ class Entry(StoredModel):
     @staticmethod
     def document_of(event: Event) -> dict[str, Any]:
         """Return the ``entries`` document that this event leaves at its path."""
+        document: dict[str, Any] = {"_id": event.path, "namespace": event.namespace}
         deleted = event.op == "delete"
-        return {
-            "_id": event.path,
-            "namespace": event.namespace,
-            **({} if deleted else {"value": event.value}),
+        if not deleted:
+            document["value"] = event.value
+        document |= {
             "version": Int64(event.version),
             "seq": Int64(event.seq),
             "eventId": event.id,
@@ -138,6 +111,7 @@ class Entry(StoredModel):
             "deleted": deleted,
             "updatedAt": event.committed_at,
         }
+        return document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +131,7 @@ class Write:
     expected_version: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedWrite:
+class CheckedWrite(NamedTuple):
     """A write that broke no rule: parsed, canonical, owned by nobody else."""
 
     path: paths.Path
@@ -171,28 +144,38 @@ class CheckedWrite:
     bytes: int
 
 
-def check_write(write: Write, *, roots: Sequence[str], limits: values.Limits, owner: bool = False) -> CheckedWrite:
+def check_write(
+    write: Write,
+    *,
+    roots: Sequence[str],
+    limits: values.Limits,
+    actor: str | None = None,
+    source: Source = "api",
+    owner: bool = False,
+) -> CheckedWrite:
     """Return the write in canonical form, or raise the ``Invalid…Error`` that says what is wrong with it.
 
-    Only an ``owner`` may write the paths that executors and the layer keep for themselves.
+    ``actor`` and ``source`` sign a write that does not say its own. Only an ``owner`` may write the paths that
+    executors and the layer keep for themselves.
     """
     path = paths.parse(write.path, roots)
     if not owner and paths.reserved(path):
         raise ReservedPathError(path.text, "only its owner writes it", "Write a path of your own and point to it.")
-    if write.op not in get_args(Op):
-        raise InvalidWriteError(f"Unknown op {write.op!r} at {path}; use one of {', '.join(get_args(Op))}.")
-    if write.source is None or write.source not in get_args(Source):
-        raise InvalidWriteError(f"Unknown source {write.source!r} at {path}; use one of {', '.join(get_args(Source))}.")
-    value = _checked_value(write, limits)
+    if write.op not in _OPS:
+        raise InvalidWriteError(f"Unknown op {write.op!r} at {path}; use one of {', '.join(_OPS)}.")
+    source = source if write.source is None else write.source
+    if source not in _SOURCES:
+        raise InvalidWriteError(f"Unknown source {source!r} at {path}; use one of {', '.join(_SOURCES)}.")
+    value, size = _checked_value(write, limits)
     return CheckedWrite(
         path=path,
         op=write.op,
         value=value,
-        actor=check_actor(write.actor),
-        source=write.source,
+        actor=check_actor(actor if write.actor is None else write.actor),
+        source=source,
         caused_by=_checked_cause(write.caused_by),
         expected_version=_checked_version(write),
-        bytes=values.size(value),
+        bytes=size,
     )
 
 
@@ -200,11 +183,16 @@ def check_actor(actor: object) -> str:
     """Return the actor if it is ``kind:id``, else raise ``InvalidActorError``."""
     if not isinstance(actor, str):
         raise InvalidActorError(actor, "an actor is required" if actor is None else "an actor is text")
+    _refuse_no_actor(actor)
+    return actor
+
+
+@lru_cache(maxsize=1024)
+def _refuse_no_actor(actor: str) -> None:
     if not _ACTOR.fullmatch(actor) or not actor.isprintable() or not actor.partition(":")[2].strip():
         raise InvalidActorError(actor, "it is not a lower-case kind, a colon and printable text")
     if len(actor.encode()) > MAX_ACTOR_BYTES:
         raise InvalidActorError(actor[:40] + "…", f"it is longer than {MAX_ACTOR_BYTES} bytes")
-    return actor
 
 
 def check_id(kind: str, id: object) -> str:
@@ -226,15 +214,13 @@ def check_key(key: object) -> str | None:
     return key
 
 
-def _checked_value(write: Write, limits: values.Limits) -> Any:
-    if write.op == "delete":
-        if write.value is not None:
-            raise InvalidWriteError(f"A delete carries no value; {write.path} was given one.")
-        return None
-    value = values.canonical(write.value, limits=limits)
+def _checked_value(write: Write, limits: values.Limits) -> tuple[Any, int]:
+    if write.op == "delete" and write.value is not None:
+        raise InvalidWriteError(f"A delete carries no value; {write.path} was given one.")
+    value, size = values.measured(write.value, limits=limits)
     if write.op == "merge" and not isinstance(value, dict):
         raise InvalidValueError("value", f"a merge takes an object of fields, not {type(value).__name__}")
-    return value
+    return value, size
 
 
 def _checked_cause(caused_by: object) -> str | None:

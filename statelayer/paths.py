@@ -58,15 +58,12 @@ class Path:
 
     text: str
     segments: tuple[str, ...] = field(compare=False, repr=False)
+    namespace: str = field(compare=False, repr=False)
+    """The first two segments, ``/tasks/T1``: the unit of order."""
 
     @property
     def root(self) -> str:
         return self.segments[0]
-
-    @property
-    def namespace(self) -> str:
-        """The first two segments, ``/tasks/T1``: the unit of order."""
-        return f"/{self.segments[0]}/{self.segments[1]}"
 
     @property
     def relative(self) -> str:
@@ -112,7 +109,7 @@ def _parse(text: str, roots: tuple[str, ...]) -> Path:
         _inspect(text)
     segments = tuple(text[1:].split("/"))
     _require_root(text, segments[0], roots)
-    return Path(text, segments)
+    return Path(text, segments, f"/{segments[0]}/{segments[1]}")
 
 
 def _inspect(text: str) -> None:

@@ -99,6 +99,11 @@ def canonical(value: object, *, limits: Limits, where: str = "value") -> Any:
     int. What would not come back as it went in, or exceeds a limit, raises ``InvalidValueError`` with its place
     (``value.items[3].when``).
     """
+    return measured(value, limits=limits, where=where)[0]
+
+
+def measured(value: object, *, limits: Limits, where: str = "value") -> tuple[Any, int]:
+    """Return the value in canonical form, as ``canonical`` does, and its ``size`` in bytes."""
     room = _Room(_ROOM * limits.bytes)
     try:
         copied = _copy(value, limits.depth, room)
@@ -110,7 +115,7 @@ def canonical(value: object, *, limits: Limits, where: str = "value") -> Any:
     if taken > limits.bytes:
         problem = f"it takes {about}{taken} bytes; {limits.bytes} are permitted"
         raise InvalidValueError(where, problem, "Keep the large part elsewhere and store a reference to it.")
-    return copied
+    return copied, taken
 
 
 _Key: TypeAlias = str | int
@@ -170,11 +175,7 @@ class _Room:
 
 
 def _copy(value: Any, depth: int, room: _Room) -> Any:
-    kind = type(value)
-    if kind in _AS_IT_IS:
-        return value
-    copier = _COPIERS.get(kind) or _copy_unusual
-    return copier(value, depth, room)
+    return (_COPIERS.get(type(value)) or _copy_unusual)(value, depth, room)
 
 
 def _copy_dict(value: dict[Any, Any], depth: int, room: _Room) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _copy_dict(value: dict[Any, Any], depth: int, room: _Room) -> dict[str, Any]
     key = ""
     try:
         for key, item in value.items():
-            copied[key] = _copy(item, depth - 1, room)
+            copied[key] = (_COPIERS.get(type(item)) or _copy_unusual)(item, depth - 1, room)
     except _RefusedError as refused:
         refused.trail.append((value, key))
         raise
@@ -196,7 +197,8 @@ def _copy_list(value: list[Any], depth: int, room: _Room) -> list[Any]:
     copied: list[Any] = []
     try:
         for item in value:
-            copied.append(_copy(item, depth - 1, room))  # noqa: PERF401  the length so far is the place of a fault
+            # The length so far is the place of a fault.
+            copied.append((_COPIERS.get(type(item)) or _copy_unusual)(item, depth - 1, room))  # noqa: PERF401
     except _RefusedError as refused:
         refused.trail.append((value, len(copied)))
         raise
@@ -210,9 +212,9 @@ def _enter(container: dict[Any, Any] | list[Any], depth: int, room: _Room) -> No
 
 
 def _check_keys(value: dict[Any, Any], room: _Room) -> None:
-    for key in value:
-        if type(key) is not str:
-            raise _RefusedError(f"it has a key that is {_type_name(key)}, not str", "Make every key a plain str.")
+    if not _PLAIN_TEXT.issuperset(map(type, value)):
+        key = next(key for key in value if type(key) is not str)
+        raise _RefusedError(f"it has a key that is {_type_name(key)}, not str", "Make every key a plain str.")
     keys = "".join(value)
     room.take(len(keys))
     if "\0" in keys:
@@ -226,9 +228,13 @@ def _check_keys(value: dict[Any, Any], room: _Room) -> None:
         raise _RefusedError("its '$db': None would be lost beside '$ref' and '$id'", "Leave '$db' out.")
 
 
+def _copy_nothing(value: Any, _depth: int, _room: _Room) -> Any:
+    return value
+
+
 def _copy_str(value: str, _depth: int, room: _Room) -> str:
     room.take(len(value))
-    if not _is_text(value):
+    if not value.isascii() and not _is_text(value):
         raise _RefusedError("it holds a lone surrogate, which is not text", _DECODE)
     return value
 
@@ -272,8 +278,9 @@ def _dump(model: BaseModel) -> Any:
     return dumped
 
 
-_AS_IT_IS: Final = frozenset({NoneType, bool, float, Decimal128, UUID, ObjectId})
+_PLAIN_TEXT: Final = frozenset({str})
 _COPIERS: Final[Mapping[type, Callable[[Any, int, _Room], Any]]] = {
+    **dict.fromkeys((NoneType, bool, float, Decimal128, UUID, ObjectId), _copy_nothing),
     str: _copy_str,
     dict: _copy_dict,
     int: _copy_int,

@@ -66,20 +66,23 @@ def ours(database: Any) -> Database:
 
 
 def event(n: int = 1, **fields: Any) -> dict[str, Any]:
-    document = Event(
-        id=f"{n:024x}",
-        namespace="/tasks/T1",
-        seq=n,
-        path="/tasks/T1/status",
-        version=n,
-        op="set",
-        value="open",
-        actor="user:U7",
-        source="api",
-        root_event_id=f"{n:024x}",
-        batch_id=ID,
-        committed_at=NOW,
-    ).to_document()
+    document = {
+        "_id": f"{n:024x}",
+        "namespace": "/tasks/T1",
+        "seq": Int64(n),
+        "path": "/tasks/T1/status",
+        "version": Int64(n),
+        "op": "set",
+        "value": "open",
+        "actor": "user:U7",
+        "source": "api",
+        "triggerDepth": 0,
+        "batchId": ID,
+        "subscriptionsRev": Int64(0),
+        "partition": 0,
+        "committedAt": NOW,
+        "schemaVersion": 1,
+    }
     return document | fields
 
 

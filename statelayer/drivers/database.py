@@ -212,10 +212,11 @@ class Collection:
             await self._one.insert_one(dict(document), session=session)
 
     async def insert_many(
-        self, documents: Sequence[Mapping[str, Any]], *, ordered: bool = True, session: Session = None
+        self, documents: Sequence[Document], *, ordered: bool = True, session: Session = None
     ) -> None:
+        """Insert the documents. One without an ``_id`` is given one, in place."""
         with translated():
-            await self._one.insert_many([dict(d) for d in documents], ordered=ordered, session=session)
+            await self._one.insert_many(documents, ordered=ordered, session=session)
 
     async def update_one(
         self, filter: Mapping[str, Any], update: Any, *, upsert: bool = False, session: Session = None

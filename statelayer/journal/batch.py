@@ -10,8 +10,8 @@ from pymongo import InsertOne, ReplaceOne, UpdateOne
 
 from statelayer import mongo_indexes as names
 from statelayer.errors import DatabaseError, SetupRequiredError, StateLayerError
-from statelayer.events import Event
-from statelayer.journal.judge import Ledger, causes_of, head_of, judge, partition_of
+from statelayer.events import Entry, Event
+from statelayer.journal.judge import Ledger, PathState, causes_of, head_of, judge, partition_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,19 +64,25 @@ class Batches:
 
     async def read(self, batch: Sequence[Append], session: Session, memory: Memory | None = None) -> Ledger:
         """Read what the decisions rest on, in the transaction's snapshot; what ``memory`` has is not read again."""
-        heads, entries = _remembered(batch, memory) if memory is not None else ({}, {})
-        namespaces = {namespace for append in batch for namespace in append.namespaces} - heads.keys()
-        paths = {write.path.text for append in batch for write in append.writes} - entries.keys()
+        namespaces = {namespace for append in batch for namespace in append.namespaces}
+        written = {write.path.text: write.path.namespace for append in batch for write in append.writes}
+        heads, states = _remembered(batch, memory) if memory is not None else ({}, {})
+        remembers = bool(heads)
+        complete = {namespace for namespace in heads if memory is not None and memory.is_complete(namespace)}
+        heads |= {d["_id"]: head_of(d) for d in await self._by_id(self._namespaces, namespaces - heads.keys(), session)}
+        complete |= namespaces - heads.keys()
+        paths = {path for path, namespace in written.items() if namespace not in complete} - states.keys()
+        states |= {d["_id"]: PathState.of(d) for d in await self._by_id(self._entries, paths, session)}
         return Ledger(
-            heads=heads | {d["_id"]: head_of(d) for d in await self._by_id(self._namespaces, namespaces, session)},
-            entries=entries | {d["_id"]: d for d in await self._by_id(self._entries, paths, session)},
+            heads=heads,
+            states=states,
             keyed=await self._keyed(batch, session),
             causes=await self._causes(batch, session),
             committed=await self._committed(batch, session),
             companions=await self._companions(batch, session),
             revision=await self._revision(session),
             now=self._clock.now(),
-            remembers=bool(heads),
+            remembers=remembers,
         )
 
     async def _by_id(self, collection: Collection, ids: set[str], session: Session) -> list[Document]:
@@ -143,7 +149,7 @@ class Batches:
             return
         await _exactly(self._namespaces, self._head_operations(ledger), session)
         await _exactly(self._entries, self._entry_operations(ledger), session)
-        await self._events.insert_many([event.to_document() for event in ledger.events], session=session)
+        await self._events.insert_many(ledger.documents, session=session)
         grouped: defaultdict[str, list[Operation]] = defaultdict(list)
         for companion, events in ledger.operations:
             grouped[companion.collection].append(companion.operation(events))
@@ -165,8 +171,9 @@ class Batches:
 
     def _entry_operations(self, ledger: Ledger) -> list[Operation]:
         operations: list[Operation] = []
-        for path in sorted({event.path for event in ledger.events}):
-            document, version = ledger.entries[path], ledger.version_read(path)
+        newest = {event.path: event for event in ledger.events}
+        for path in sorted(newest):
+            document, version = Entry.document_of(newest[path]), ledger.version_read(path)
             if version is None:
                 operations.append(InsertOne(document))
             else:
@@ -174,10 +181,10 @@ class Batches:
         return operations
 
 
-def _remembered(batch: Sequence[Append], memory: Memory) -> tuple[dict[str, Head], dict[str, Document]]:
+def _remembered(batch: Sequence[Append], memory: Memory) -> tuple[dict[str, Head], dict[str, PathState]]:
     """Take what a batch needs out of the memory. A merge rests on the value, which is not remembered."""
     heads: dict[str, Head] = {}
-    entries: dict[str, Document] = {}
+    states: dict[str, PathState] = {}
     merged = {write.path.text for append in batch for write in append.writes if write.op == "merge"}
     for append in batch:
         for namespace in append.namespaces:
@@ -185,9 +192,9 @@ def _remembered(batch: Sequence[Append], memory: Memory) -> tuple[dict[str, Head
                 heads[namespace] = head
         for write in append.writes:
             path = write.path
-            if path.text not in merged and (entry := memory.entry(path.namespace, path.text)) is not None:
-                entries[path.text] = entry
-    return heads, entries
+            if path.text not in merged and (state := memory.state(path.namespace, path.text)) is not None:
+                states[path.text] = state
+    return heads, states
 
 
 async def _exactly(collection: Collection, operations: list[Operation], session: Session) -> None:

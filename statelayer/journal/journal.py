@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -120,10 +119,14 @@ class Journal:
     def _check(self, write: Write, origin: Origin | None, owner: bool) -> CheckedWrite:
         if not isinstance(write, Write):
             raise InvalidWriteError(f"An append takes Write(...) objects, not {type(write).__name__}.")
-        actor = write.actor if write.actor is not None or origin is None else origin.actor
-        source = write.source or (origin.source if origin else "api")
-        signed = replace(write, actor=actor, source=source)
-        return check_write(signed, roots=self._settings.roots, limits=self._limits, owner=owner)
+        return check_write(
+            write,
+            roots=self._settings.roots,
+            limits=self._limits,
+            actor=origin.actor if origin else None,
+            source=origin.source if origin else "api",
+            owner=owner,
+        )
 
     def _named(self, namespaces: Sequence[str]) -> frozenset[str]:
         if not namespaces:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
+
+from bson.int64 import Int64
 
 from statelayer import values
 from statelayer.errors import (
@@ -20,7 +22,7 @@ from statelayer.errors import (
     NotFoundError,
     VersionConflictError,
 )
-from statelayer.events import Entry, Event
+from statelayer.events import SCHEMA_VERSION, Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from statelayer.drivers import Document
     from statelayer.events import CheckedWrite
     from statelayer.journal.append import Append, Companion
+    from statelayer.paths import Path
     from statelayer.settings import Settings
 
 
@@ -38,6 +41,31 @@ class Head:
 
     seq: int = 0
     repairs: int = 0
+
+
+class PathState(NamedTuple):
+    """What the next write of a path rests on. ``version`` is as it was stored, a whole number or not."""
+
+    version: Any
+    deleted: bool
+    value: Any = None
+
+    @classmethod
+    def of(cls, entry: Document) -> PathState:
+        """Read a document of ``entries``."""
+        return cls(entry.get("version"), bool(entry.get("deleted")), entry.get("value"))
+
+
+UNWRITTEN = PathState(version=0, deleted=True)
+
+
+@dataclass(slots=True)
+class _End:
+    """Where a namespace's log ends, as the draft of an append moves it on."""
+
+    seq: int
+    repairs: int
+    partition: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +82,14 @@ class Ledger:
     """What is true now, as far as this batch can tell."""
 
     heads: dict[str, Head]
-    entries: dict[str, Document]
+    states: dict[str, PathState]
     keyed: dict[tuple[str, str], list[Event]]
     causes: dict[str, CauseFacts]
     committed: dict[str, Event]
     companions: dict[tuple[str, Any], Document]
     revision: int
     now: datetime
+    documents: list[Document] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     operations: list[tuple[Companion, Sequence[Event]]] = field(default_factory=list)
     remembers: bool = False
@@ -70,7 +99,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self._heads_read = dict(self.heads)
-        self._versions_read = {path: document.get("version") for path, document in self.entries.items()}
+        self._versions_read = {path: state.version for path, state in self.states.items()}
 
     def head_read(self, namespace: str) -> Head | None:
         """Return the head that the snapshot had, or ``None`` for a namespace that was never written."""
@@ -100,8 +129,9 @@ def judge(append: Append, ledger: Ledger, settings: Settings) -> list[Event]:
         if refusal is not None:
             raise refusal
     draft = _Draft(append, ledger, settings)
-    events = [draft.event(index) for index in range(len(append.writes))]
-    draft.accept(events)
+    documents = [draft.document(index) for index in range(len(append.writes))]
+    events = [Event.from_document(document) for document in documents]
+    draft.accept(documents, events)
     return events
 
 
@@ -142,71 +172,76 @@ def _same_content(write: CheckedWrite, event: Event) -> bool:
 
 
 class _Draft:
-    """One append on its way: its own view of heads and entries, which the ledger takes over only as a whole."""
+    """One append on its way: its own view of heads and paths, which the ledger takes over only as a whole."""
 
     def __init__(self, append: Append, ledger: Ledger, settings: Settings) -> None:
         self._append = append
         self._ledger = ledger
         self._settings = settings
-        self._heads: dict[str, Head] = {}
-        self._entries: dict[str, Document] = {}
+        self._ends = {namespace: self._end(namespace) for namespace in append.namespaces}
+        self._states: dict[str, PathState] = {}
+        self._revision = Int64(ledger.revision)
+        self._unkeyed = set(append.namespaces) if append.key is not None else set()
 
-    def event(self, index: int) -> Event:
-        """Judge one write and return the event that it becomes."""
+    def _end(self, namespace: str) -> _End:
+        head = self._ledger.heads.get(namespace) or Head()
+        return _End(head.seq, head.repairs, partition_of(namespace, self._settings.partitions))
+
+    def document(self, index: int) -> Document:
+        """Judge one write and return the ``events`` document that it becomes; what does not apply is left out."""
         write = self._append.writes[index]
         path, namespace = write.path.text, write.path.namespace
-        entry = self._entries.get(path) or self._ledger.entries.get(path)
-        version = _version_of(entry)
+        state = self._states.get(path) or self._ledger.states.get(path, UNWRITTEN)
+        version = _whole_version(state, write.path)
         if write.expected_version is not None and write.expected_version != version:
             raise VersionConflictError(path, expected=write.expected_version, actual=version)
-        event_id = self._append.event_ids[index]
+        value = self._value(write, state)
         cause, root, depth = self._causation(write)
-        event = Event.model_construct(
-            id=event_id,
-            namespace=namespace,
-            seq=self._next_seq(namespace),
-            path=path,
-            version=version + 1,
-            op=write.op,
-            value=self._value(write, entry),
-            patch=copy.deepcopy(write.value) if write.op == "merge" else None,
-            actor=write.actor,
-            source=write.source,
-            trigger_depth=depth,
-            caused_by_event_id=cause,
-            root_event_id=root or event_id,
-            batch_id=self._append.event_ids[0],
-            **self._key_fields(index, namespace),
-            subscriptions_rev=self._ledger.revision,
-            partition=partition_of(namespace, self._settings.partitions),
-            committed_at=self._ledger.now,
-        )
-        self._entries[path] = Entry.document_of(event)
-        return event
+        end = self._ends[namespace]
+        end.seq += 1
+        self._states[path] = PathState(version + 1, write.op == "delete", value)
+        document: Document = {
+            "_id": self._append.event_ids[index],
+            "namespace": namespace,
+            "seq": Int64(end.seq),
+            "path": path,
+            "version": Int64(version + 1),
+            "op": write.op,
+            "actor": write.actor,
+            "source": write.source,
+            "triggerDepth": depth,
+            "batchId": self._append.event_ids[0],
+            "subscriptionsRev": self._revision,
+            "partition": end.partition,
+            "committedAt": self._ledger.now,
+            "schemaVersion": SCHEMA_VERSION,
+        }
+        if write.op != "delete":
+            document["value"] = value
+        if write.op == "merge":
+            document["patch"] = copy.deepcopy(write.value)
+        if cause is not None:
+            document["causedByEventId"] = cause
+            document["rootEventId"] = root
+        if namespace in self._unkeyed:
+            # Borne by the first event of each namespace; the batch's size tells a part of it from the whole.
+            document["idempotencyKey"] = self._append.key
+            document["batchSize"] = len(self._append.writes)
+            self._unkeyed.remove(namespace)
+        return document
 
-    def accept(self, events: list[Event]) -> None:
+    def accept(self, documents: list[Document], events: list[Event]) -> None:
         """Let the ledger take over what this append changed."""
         ledger = self._ledger
-        ledger.heads.update(self._heads)
-        ledger.entries.update(self._entries)
+        ledger.heads.update({namespace: Head(end.seq, end.repairs) for namespace, end in self._ends.items()})
+        ledger.states.update(self._states)
+        ledger.documents.extend(documents)
         ledger.events.extend(events)
         ledger.operations.extend((companion, events) for companion in self._append.companions)
         if self._append.key is not None:
             for namespace in self._append.namespaces:
                 mine = [event for event in events if event.namespace == namespace]
                 ledger.keyed[namespace, self._append.key] = mine
-
-    def _next_seq(self, namespace: str) -> int:
-        head = self._heads.get(namespace) or self._ledger.heads.get(namespace) or Head()
-        self._heads[namespace] = Head(head.seq + 1, head.repairs)
-        return head.seq + 1
-
-    def _key_fields(self, index: int, namespace: str) -> dict[str, Any]:
-        """A key is borne by the first event of each namespace; the batch's size tells a part of it from the whole."""
-        earlier = (write.path.namespace for write in self._append.writes[:index])
-        if self._append.key is None or namespace in earlier:
-            return {}
-        return {"idempotency_key": self._append.key, "batch_size": len(self._append.writes)}
 
     def _causation(self, write: CheckedWrite) -> tuple[str | None, str | None, int]:
         origin = self._append.origin
@@ -217,14 +252,11 @@ class _Draft:
             raise CausationNotFoundError(write.caused_by)
         return cause.id, cause.root, max(cause.depth, origin.depth if origin else 0) + 1
 
-    def _value(self, write: CheckedWrite, entry: Document | None) -> Any:
-        current = None if entry is None or entry["deleted"] else entry.get("value")
-        if write.op == "delete":
-            if entry is None or entry["deleted"]:
-                raise NotFoundError("entry", write.path.text, "There is nothing to delete.")
-            return None
-        if write.op == "merge" and isinstance(current, dict):
-            return self._within_limit({**copy.deepcopy(current), **write.value})
+    def _value(self, write: CheckedWrite, state: PathState) -> Any:
+        if write.op == "delete" and state.deleted:
+            raise NotFoundError("entry", write.path.text, "There is nothing to delete.")
+        if write.op == "merge" and not state.deleted and isinstance(state.value, dict):
+            return self._within_limit({**copy.deepcopy(state.value), **write.value})
         return write.value
 
     def _within_limit(self, merged: dict[str, Any]) -> dict[str, Any]:
@@ -236,15 +268,13 @@ class _Draft:
         return merged
 
 
-def _version_of(entry: Document | None) -> int:
-    if entry is None:
-        return 0
-    version = entry.get("version")
+def _whole_version(state: PathState, path: Path) -> int:
+    version = state.version
     if not isinstance(version, int) or isinstance(version, bool):
         raise IntegrityError(
-            f"The entry {entry['_id']} claims version {version!r}, not a whole number. Run `replay` to mend it.",
-            namespace=entry["namespace"],
-            path=entry["_id"],
+            f"The entry {path} claims version {version!r}, not a whole number. Run `replay` to mend it.",
+            namespace=path.namespace,
+            path=path.text,
         )
     return version
 

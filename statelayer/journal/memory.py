@@ -7,15 +7,16 @@ namespaces that nobody else writes are worth remembering, and one that was met c
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from statelayer.journal.judge import PathState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from statelayer.clock import Clock
-    from statelayer.drivers import Document
     from statelayer.journal.judge import Head, Ledger
 
 MOST_PATHS = 50_000
@@ -28,11 +29,13 @@ SHARED_FOR = 10.0
 @dataclass(slots=True)
 class _Remembered:
     head: Head
-    entries: OrderedDict[str, Document] = field(default_factory=OrderedDict)
+    is_complete: bool
+    """Whether no other path was ever written: it began here, and none was dropped."""
+    states: OrderedDict[str, PathState] = field(default_factory=OrderedDict)
 
     @property
     def size(self) -> int:
-        return 1 + len(self.entries)
+        return 1 + len(self.states)
 
 
 class Memory:
@@ -50,26 +53,39 @@ class Memory:
         known = self._namespaces.get(namespace)
         return known.head if known else None
 
-    def entry(self, namespace: str, path: str) -> Document | None:
-        """Return the path's entry without its value, or ``None`` when it must be read."""
+    def state(self, namespace: str, path: str) -> PathState | None:
+        """Return what the path was left as, without its value, or ``None`` when it must be read."""
         known = self._namespaces.get(namespace)
-        return known.entries.get(path) if known else None
+        return known.states.get(path) if known else None
+
+    def is_complete(self, namespace: str) -> bool:
+        """Whether a path of which nothing is remembered was never written."""
+        known = self._namespaces.get(namespace)
+        return known is not None and known.is_complete
 
     def learn(self, ledger: Ledger) -> None:
         """Take over what a committed batch left behind."""
+        written: defaultdict[str, dict[str, PathState]] = defaultdict(dict)
         for event in ledger.events:
-            if self._is_shared(event.namespace):
-                continue
-            known = self._namespaces.get(event.namespace)
-            if known is None:
-                known = self._namespaces[event.namespace] = _Remembered(ledger.heads[event.namespace])
-                self._size += 1
-            known.head = ledger.heads[event.namespace]
-            self._size += event.path not in known.entries
-            known.entries[event.path] = _without_value(ledger.entries[event.path])
-            known.entries.move_to_end(event.path)
-            self._namespaces.move_to_end(event.namespace)
+            written[event.namespace][event.path] = PathState(event.version, deleted=event.op == "delete")
+        for namespace, states in written.items():
+            if not self._is_shared(namespace):
+                began_here = ledger.head_read(namespace) is None
+                self._take(namespace, ledger.heads[namespace], states, is_complete=began_here)
         self._shrink()
+
+    def _take(self, namespace: str, head: Head, states: dict[str, PathState], *, is_complete: bool) -> None:
+        known = self._namespaces.pop(namespace, None)
+        if known is None:
+            known = _Remembered(head, is_complete)
+        else:
+            self._size -= known.size
+        known.head = head
+        for path, state in states.items():
+            known.states[path] = state
+            known.states.move_to_end(path)
+        self._namespaces[namespace] = known
+        self._size += known.size
 
     def forget(self, namespaces: Iterable[str]) -> None:
         """Read these again the next time."""
@@ -96,9 +112,6 @@ class Memory:
                 self._size -= dropped.size
             else:
                 [known] = self._namespaces.values()
-                known.entries.popitem(last=False)
+                known.states.popitem(last=False)
+                known.is_complete = False
                 self._size -= 1
-
-
-def _without_value(entry: Document) -> dict[str, Any]:
-    return {key: entry[key] for key in ("_id", "namespace", "version", "deleted")}
