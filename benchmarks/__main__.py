@@ -1,4 +1,4 @@
-"""``python -m benchmarks [append|read|all] [--uri URI] [--json]``: run the benchmarks and print them."""
+"""``python -m benchmarks [append] [read] [indexes] [--uri URI] [--json]``: run the benchmarks and print them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import asyncio
 import json
 import sys
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pymongo import AsyncMongoClient
 
 from benchmarks import append, reading
 from benchmarks.append import PREFILLED, Bench
+from benchmarks.indexes import index_costs
+from benchmarks.report import Results, document, index_lines, row_lines
 from statelayer.embedded import ReplicaSet
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 
     from benchmarks.measure import Row
 
-    MakeRow = Callable[[Bench], Awaitable[Row]]
+    MakeRow = Callable[[Bench], Coroutine[Any, Any, Row]]
 
 DATABASE = "statelayer_bench"
-GROUPS: dict[str, list[MakeRow]] = {"append": append.ROWS, "read": reading.ROWS}
+ROWS: dict[str, list[MakeRow]] = {"append": append.ROWS, "read": reading.ROWS}
+INDEXES = "indexes"
+GROUPS = [*ROWS, INDEXES]
 
 
 @asynccontextmanager
@@ -40,35 +44,47 @@ async def opened(uri: str | None) -> AsyncIterator[tuple[str, Any]]:
         await client.drop_database(DATABASE)
 
 
-async def run(arguments: argparse.Namespace) -> AsyncIterator[Row]:
-    wanted = [row for name in arguments.groups or GROUPS for row in GROUPS[name]]
+async def measured_rows(arguments: argparse.Namespace, results: Results) -> AsyncIterator[Row]:
+    wanted = [row for name in arguments.groups or ROWS for row in ROWS.get(name, ())]
     for make_row in wanted:
         if arguments.only and arguments.only not in make_row.__name__:
             continue
-        async with opened(arguments.uri) as (uri, database):
-            yield await make_row(Bench(database, uri, arguments.seconds, arguments.prefilled))
+        async with bench(arguments, results) as opened_bench:
+            yield await make_row(opened_bench)
 
 
-def lines_of(row: Row) -> Iterator[str]:
-    verdict = "reached" if row.reached else "MISSED"
-    sign = "≤" if row.unit == "ms" else "≥"
-    yield row.workload
-    yield f"  {row.value:,.1f} {row.unit}; {row.baseline}: {row.baseline_value:,.1f} {row.unit}"
-    yield (
-        f"  {row.ratio:.2f} times the baseline ({sign} {row.target:g}: {verdict}; median of {row.rounds}, "
-        f"write concern {row.write_concern})"
-    )
+@asynccontextmanager
+async def bench(arguments: argparse.Namespace, results: Results) -> AsyncIterator[Bench]:
+    async with opened(arguments.uri) as (uri, database):
+        results.server = (await database.client.server_info())["version"]
+        yield Bench(database, uri, arguments.seconds, arguments.prefilled)
 
 
-async def print_rows(arguments: argparse.Namespace) -> None:
-    rows: list[Row] = []
-    async for row in run(arguments):
-        rows.append(row)
-        if not arguments.json:
-            sys.stdout.write("\n".join(lines_of(row)) + "\n")
-            sys.stdout.flush()
-    if arguments.json:
-        json.dump([{**asdict(row), "ratio": row.ratio, "reached": row.reached} for row in rows], sys.stdout, indent=2)
+async def run(arguments: argparse.Namespace) -> Results:
+    """Measure what was asked for, and show each part when it is done."""
+    results = Results()
+    show = _ignore if arguments.json else _print
+    async for row in measured_rows(arguments, results):
+        results.rows.append(row)
+        show(row_lines(row))
+    if wants(arguments, INDEXES):
+        async with bench(arguments, results) as opened_bench:
+            results.indexes = await index_costs(opened_bench)
+        show(index_lines(results.indexes))
+    return results
+
+
+def wants(arguments: argparse.Namespace, group: str) -> bool:
+    return group in arguments.groups or not (arguments.groups or arguments.only)
+
+
+def _print(lines: Iterable[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def _ignore(lines: Iterable[str]) -> None:
+    """Show nothing."""
 
 
 def main() -> None:
@@ -79,7 +95,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each measurement of a rate takes")
     parser.add_argument("--prefilled", type=int, default=PREFILLED, help="events in the long log")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    asyncio.run(print_rows(parser.parse_args()))
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the results as a Markdown document, too")
+    arguments = parser.parse_args()
+    results = asyncio.run(run(arguments))
+    if arguments.json:
+        json.dump(results.as_json(), sys.stdout, indent=2)
+    if arguments.write:
+        arguments.write.write_text(document(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,14 @@ class Row:
     unit: Unit
     rounds: int
     target: float
+    note: str = ""
+    """Where the time goes, for a row that is hard to reach."""
     write_concern: str = WRITE_CONCERN
+
+    @property
+    def bound(self) -> str:
+        """What the ratio must reach, or must not exceed."""
+        return f"{'≤' if self.unit == 'ms' else '≥'} {self.target:g}"
 
     @property
     def ratio(self) -> float:
@@ -52,6 +59,7 @@ async def compare(
     target: float,
     unit: Unit = "events/s",
     rounds: int = ROUNDS,
+    note: str = "",
 ) -> Row:
     """Measure both in turns, so that what else the machine does meets both."""
     values: list[float] = []
@@ -67,6 +75,7 @@ async def compare(
         unit=unit,
         rounds=rounds,
         target=target,
+        note=note,
     )
 
 
