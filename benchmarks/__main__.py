@@ -19,14 +19,14 @@ from benchmarks.report import Results, document, index_lines, row_lines
 from statelayer.embedded import ReplicaSet
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from benchmarks.measure import Row
 
     MakeRow = Callable[[Bench], Coroutine[Any, Any, Row]]
 
 DATABASE = "statelayer_bench"
-ROWS: dict[str, list[MakeRow]] = {"append": append.ROWS, "read": reading.ROWS}
+ROWS: Mapping[str, Sequence[MakeRow]] = {"append": append.ROWS, "read": reading.ROWS}
 INDEXES = "indexes"
 GROUPS = [*ROWS, INDEXES]
 
