@@ -98,7 +98,7 @@ async def elsewhere(database: Any, layer: StateLayer) -> AsyncIterator[StateLaye
     await other.aclose()
 
 
-async def test_every_type_comes_back_by_every_way(layer: StateLayer, elsewhere: StateLayer) -> None:
+async def test_f4_f6_f7_f11_every_type_comes_back_by_every_way(layer: StateLayer, elsewhere: StateLayer) -> None:
     """One event for each type, and each way to read it."""
     seen: dict[str, Any] = {}
     handed: dict[str, Any] = {}
@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_refused_is_refused_with_its_place(layer: StateLayer, name: str) -> None:
+async def test_f2_f4_f11_what_is_refused_is_refused_with_its_place(layer: StateLayer, name: str) -> None:
     value, place = REFUSED[name]
     await layer.set(f"{T1}/first", 0, actor=USER)
     writes = [Write(path=f"{T1}/good", value=1, actor=USER), Write(path=f"{T1}/bad", value=value, actor=USER)]

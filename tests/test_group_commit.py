@@ -140,7 +140,7 @@ async def test_two_callers_with_one_key_in_one_batch_get_one_event(layer: StateL
     assert await seqs(layer, T1) == [1, 2, 3]
 
 
-async def test_a_batch_is_capped_in_writes_and_bytes(make_layer: MakeLayer) -> None:
+async def test_k7_a_batch_is_capped_in_writes_and_bytes(make_layer: MakeLayer) -> None:
     few = make_layer(max_append_writes=10)
     await asyncio.gather(*soon(few, *(f"{T1}/n/{n}" for n in range(95))))
     assert few.statistics.journal.largest_batch <= 10
@@ -357,7 +357,7 @@ async def test_waiting_for_room_ends_at_the_deadline(
 # --- cancelling and closing
 
 
-async def test_a_caller_cancelled_during_his_commit_finds_the_outcome_by_his_key(layer: StateLayer) -> None:
+async def test_c7_a_caller_cancelled_during_his_commit_finds_the_outcome_by_his_key(layer: StateLayer) -> None:
     await layer.set(f"{T1}/first", 0, actor=USER)
     for pause in range(12):
         key = f"k{pause}"

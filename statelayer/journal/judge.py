@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from zlib import crc32
 
 from bson.int64 import Int64
@@ -270,13 +270,17 @@ class _Draft:
 
 def _whole_version(state: PathState, path: Path) -> int:
     version = state.version
-    if not isinstance(version, int) or isinstance(version, bool):
+    if not _counts_on(version):
         raise IntegrityError(
-            f"The entry {path} claims version {version!r}, not a whole number. Run `replay` to mend it.",
+            f"The entry {path} claims version {version!r}, from which nothing counts on. Run `replay` to mend it.",
             namespace=path.namespace,
             path=path.text,
         )
     return version
+
+
+def _counts_on(number: object) -> TypeGuard[int]:
+    return type(number) is int and 0 <= number < values.MAX_INT
 
 
 def partition_of(namespace: str, partitions: int) -> int:
@@ -285,12 +289,12 @@ def partition_of(namespace: str, partitions: int) -> int:
 
 
 def head_of(document: Document) -> Head:
-    """Read a document of ``namespaces``; a head that is not a whole number is reported, never counted on from."""
+    """Read a document of ``namespaces``; a head that is no whole number, or the last one, is reported."""
     seq, repairs = document.get("seq"), document.get("repairs", 0)
-    if type(seq) is not int or type(repairs) is not int or seq < 0:
+    if not (_counts_on(seq) and _counts_on(repairs)):
         raise IntegrityError(
-            f"The head of {document['_id']} is {seq!r}, not a whole number. Set `namespaces.seq` to the largest seq of "
-            "its events (as a long) and run `verify`.",
+            f"The head of {document['_id']} is {seq!r} (repairs {repairs!r}), from which nothing counts on. Set "
+            "`namespaces.seq` to the largest seq of its events (as a long) and run `verify`.",
             namespace=document["_id"],
         )
     return Head(seq, repairs)
