@@ -35,7 +35,7 @@ bench: $(DEV_READY)
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks build dist
 
 $(DEMO_READY): pyproject.toml | $(BIN)/pip
 	@echo 'Installing into $(VENV) …'

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [append] [read] [indexes] [--uri URI] [--json]``: run the benchmarks and print them."""
+"""``python -m benchmarks [append] [read] [indexes] [peers] [--uri URI] [--json]``: measure and print."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pymongo import AsyncMongoClient
 from benchmarks import append, reading
 from benchmarks.append import PREFILLED, Bench
 from benchmarks.indexes import index_costs
+from benchmarks.measure import ROUNDS
+from benchmarks.peers.table import peers, text_lines
 from benchmarks.report import Results, document, index_lines, row_lines
 from statelayer.embedded import ReplicaSet
 
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 DATABASE = "statelayer_bench"
 ROWS: Mapping[str, Sequence[MakeRow]] = {"append": append.ROWS, "read": reading.ROWS}
 INDEXES = "indexes"
-GROUPS = [*ROWS, INDEXES]
+PEERS = "peers"
+GROUPS = [*ROWS, INDEXES, PEERS]
 
 
 @asynccontextmanager
@@ -71,6 +74,12 @@ async def run(arguments: argparse.Namespace) -> Results:
         async with bench(arguments, results) as opened_bench:
             results.indexes = await index_costs(opened_bench)
         show(index_lines(results.indexes))
+    if wants(arguments, PEERS):
+        async with bench(arguments, results) as opened_bench:
+            results.peers = await peers(
+                opened_bench.uri, seconds=arguments.seconds, rounds=ROUNDS, cache=arguments.cache
+            )
+        show(text_lines(results.peers))
     return results
 
 
@@ -94,6 +103,9 @@ def main() -> None:
     parser.add_argument("--uri", help="a replica set of your own; by default an embedded one is started for each row")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each measurement of a rate takes")
     parser.add_argument("--prefilled", type=int, default=PREFILLED, help="events in the long log")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".benchmarks"), help="where the environments of the peers are kept"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the results as a Markdown document, too")
     arguments = parser.parse_args()

@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.baselines import ACTOR, BareInserts, TransactionPerWrite
-from benchmarks.measure import Row, compare, latency, rate
+from benchmarks.measure import VALUE, Row, compare, latency, rate
 from statelayer import StateLayer, Write
 
 if TYPE_CHECKING:
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
     Set = Callable[[str, Any], Awaitable[object]]
 
-VALUE = {"status": "confirmed", "amount": 1250, "currency": "EUR", "note": "x" * 100}
 PER_WRITE = "a transaction per write, same documents, retried"
 PREFILLED = 1_000_000
 FEW = 10_000
+IN_LARGE_APPENDS = (
+    "A hand-written transaction with the same documents reaches 0.87. The rest is Python: checking, copying and measuring "
+    "500 values and paths takes about a sixth of the call, deciding versions and building the events a tenth, the guards "
+    "on head and entries and their documents another tenth; the server's share is that of the baseline."
+)
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,7 @@ async def large_appends(bench: Bench, size: int = 500) -> Row:
             ours,
             theirs,
             target=0.7,
+            note=IN_LARGE_APPENDS,
         )
 
 

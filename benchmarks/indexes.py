@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from bson import ObjectId
 from pymongo import IndexModel
 
-from benchmarks.append import VALUE
 from benchmarks.baselines import DURABLE, event_document
-from benchmarks.measure import ROUNDS
+from benchmarks.measure import ROUNDS, VALUE
 from statelayer.mongo_indexes import COLLECTIONS, EVENTS
 
 if TYPE_CHECKING:

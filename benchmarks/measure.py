@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 5
 WRITE_CONCERN = "majority, journaled"
+VALUE = {"status": "confirmed", "amount": 1250, "currency": "EUR", "note": "x" * 100}
+"""What is written, wherever it does not matter."""
 
 Unit = Literal["events/s", "ms"]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.append import VALUE, Bench
 from benchmarks.baselines import ACTOR
-from benchmarks.measure import Row, compare
+from benchmarks.measure import VALUE, Row, compare
 from statelayer import StateLayer, Write
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Awaitable, Callable
+
+    from benchmarks.append import Bench
 
 READ = 100_000
 FOLDED = 200_000

@@ -10,11 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.peers.table import markdown_lines
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from benchmarks.indexes import IndexCosts
     from benchmarks.measure import Row
+    from benchmarks.peers.table import PeersTable
 
 
 @dataclass(slots=True)
@@ -23,6 +26,7 @@ class Results:
 
     rows: list[Row] = field(default_factory=list)
     indexes: IndexCosts | None = None
+    peers: PeersTable | None = None
     server: str = "unknown"
 
     def as_json(self) -> dict[str, Any]:
@@ -31,6 +35,7 @@ class Results:
             "machine": machine(self.server),
             "rows": rows,
             "indexes": asdict(self.indexes) if self.indexes else None,
+            "peers": asdict(self.peers) if self.peers else None,
         }
 
 
@@ -90,6 +95,11 @@ def _document_lines(results: Results) -> Iterator[str]:
     if results.indexes:
         yield ""
         yield from _index_table(results.indexes)
+    if results.peers:
+        yield ""
+        yield "## Beside other libraries"
+        yield ""
+        yield from markdown_lines(results.peers)
 
 
 def _row_table(rows: list[Row]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 LAST_LINES = 15
@@ -28,16 +28,17 @@ async def python_with(requirements: Sequence[str], folder: Path) -> str:
     return str(python)
 
 
-async def output_of(*command: str) -> str:
+async def output_of(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """Run a program to its end and return what it printed; it is stopped when the caller is."""
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
     )
     try:
         output, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
     if process.returncode != 0:
         tail = "\n".join(errors.decode(errors="replace").splitlines()[-LAST_LINES:])
         raise PeerError(f"{' '.join(command)} failed:\n{tail}")

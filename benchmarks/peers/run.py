@@ -12,12 +12,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmarks.measure import latency, rate
+from benchmarks.measure import VALUE, latency, rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VALUE = {"status": "confirmed", "amount": 1250, "currency": "EUR", "note": "x" * 100}
 WARM_UP = 20
 CALLS = 200
 WRITERS = 16
