@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        return self.value / self.baseline_value
+        return self.value / self.baseline_value if self.baseline_value else math.inf
 
     @property
     def reached(self) -> bool:
