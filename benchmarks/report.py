@@ -123,7 +123,9 @@ def _row_table(rows: list[Row]) -> Iterator[str]:
 
 
 def _quantity(value: float, row: Row) -> str:
-    return f"{value:,.2f} ms" if row.unit == "ms" else f"{value:,.0f} {row.unit}"
+    if row.unit == "ms":
+        return f"{value:,.2f} ms"
+    return f"{value:,.0f} {row.unit}" if value >= 10 else f"{value:.1f} {row.unit}"
 
 
 def _index_table(costs: IndexCosts) -> Iterator[str]:

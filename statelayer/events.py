@@ -183,12 +183,12 @@ def check_actor(actor: object) -> str:
     """Return the actor if it is ``kind:id``, else raise ``InvalidActorError``."""
     if not isinstance(actor, str):
         raise InvalidActorError(actor, "an actor is required" if actor is None else "an actor is text")
-    _refuse_no_actor(actor)
+    _refuse_bad_actor(actor)
     return actor
 
 
 @lru_cache(maxsize=1024)
-def _refuse_no_actor(actor: str) -> None:
+def _refuse_bad_actor(actor: str) -> None:
     if not _ACTOR.fullmatch(actor) or not actor.isprintable() or not actor.partition(":")[2].strip():
         raise InvalidActorError(actor, "it is not a lower-case kind, a colon and printable text")
     if len(actor.encode()) > MAX_ACTOR_BYTES:

@@ -238,8 +238,11 @@ async def test_what_is_stored_when_a_layer_closes_is_what_was_acknowledged(
 
 async def test_a_namespace_that_began_here_is_known_whole(layer: StateLayer, other: StateLayer) -> None:
     for n in range(3):
-        assert (await layer.set(f"{T1}/mine/{n}", n, actor=USER)).version == 1
-    assert (await other.set(f"{T1}/theirs", 1, actor=USER)).seq == 4
+        assert (await layer.set(f"{T1}/mine/{n}", {"n": n}, actor=USER)).version == 1
+    assert (await layer.merge(f"{T1}/mine/2", {"m": 3}, actor=USER)).value == {"n": 2, "m": 3}
+    assert (await layer.merge(f"{T1}/mine/3", {"m": 4}, actor=USER)).version == 1
+    assert layer.statistics.journal.conflicts == 0
+    assert (await other.set(f"{T1}/theirs", 1, actor=USER)).seq == 6
     assert (await layer.merge(f"{T1}/theirs", {"a": 1}, actor=USER)).version == 2
     assert (await layer.set(f"{T1}/mine/0", 1, actor=USER)).version == 2
     with pytest.raises(NotFoundError):

@@ -155,6 +155,27 @@ async def test_a1_a_position_the_server_no_longer_has_means_catch_up_not_now(
     assert [seq for _, seq, _ in recorded.woken()] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("live", [True, False])
+async def test_b2_a_hole_in_the_log_is_passed_and_counted(
+    database: Any, layer: StateLayer, recorded: Recorded, *, live: bool
+) -> None:
+    """Nothing of ours leaves one behind; whoever makes one by hand stalls nobody."""
+    await layer.subscriptions.publish(REQUESTS)
+
+    async def leave_a_hole() -> Event:
+        await database["namespaces"].update_one({"_id": "/tasks/T1"}, {"$set": {"seq": Int64(4)}})
+        return await confirm(layer, "T1", "R2")
+
+    async with listening(database, layer, recorded):
+        await evaluated(database, await confirm(layer, "T1", "R1"))
+    behind = None if live else await leave_a_hole()
+    async with listening(database, layer, recorded) as listener:
+        await evaluated(database, behind or await leave_a_hole())
+        assert listener.statistics.holes == 1
+    assert recorded.woken() == [("/tasks/T1", 1, "requests"), ("/tasks/T1", 5, "requests")]
+    assert [problem.kind for problem in (await layer.verify("/tasks/T1")).problems] == ["seq_gap"]
+
+
 async def test_b3_cursors_move_past_events_that_match_nothing(
     database: Any, layer: StateLayer, recorded: Recorded
 ) -> None:

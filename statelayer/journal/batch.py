@@ -66,12 +66,10 @@ class Batches:
         """Read what the decisions rest on, in the transaction's snapshot; what ``memory`` has is not read again."""
         namespaces = {namespace for append in batch for namespace in append.namespaces}
         written = {write.path.text: write.path.namespace for append in batch for write in append.writes}
-        heads, states = _remembered(batch, memory) if memory is not None else ({}, {})
+        heads, states, unwritten = _remembered(batch, memory) if memory is not None else ({}, {}, set())
         remembers = bool(heads)
-        complete = {namespace for namespace in heads if memory is not None and memory.is_complete(namespace)}
         heads |= {d["_id"]: head_of(d) for d in await self._by_id(self._namespaces, namespaces - heads.keys(), session)}
-        complete |= namespaces - heads.keys()
-        paths = {path for path, namespace in written.items() if namespace not in complete} - states.keys()
+        paths = {path for path, namespace in written.items() if namespace in heads} - states.keys() - unwritten
         states |= {d["_id"]: PathState.of(d) for d in await self._by_id(self._entries, paths, session)}
         return Ledger(
             heads=heads,
@@ -181,20 +179,27 @@ class Batches:
         return operations
 
 
-def _remembered(batch: Sequence[Append], memory: Memory) -> tuple[dict[str, Head], dict[str, PathState]]:
-    """Take what a batch needs out of the memory. A merge rests on the value, which is not remembered."""
+def _remembered(batch: Sequence[Append], memory: Memory) -> tuple[dict[str, Head], dict[str, PathState], set[str]]:
+    """Take what a batch needs out of the memory: heads, paths that were written, and paths that never were.
+
+    A merge rests on the value, which is not remembered.
+    """
     heads: dict[str, Head] = {}
     states: dict[str, PathState] = {}
+    unwritten: set[str] = set()
     merged = {write.path.text for append in batch for write in append.writes if write.op == "merge"}
     for append in batch:
         for namespace in append.namespaces:
             if (head := memory.head(namespace)) is not None:
                 heads[namespace] = head
         for write in append.writes:
-            path = write.path
-            if path.text not in merged and (state := memory.state(path.namespace, path.text)) is not None:
-                states[path.text] = state
-    return heads, states
+            path, namespace = write.path.text, write.path.namespace
+            state = memory.state(namespace, path)
+            if state is not None and path not in merged:
+                states[path] = state
+            elif state is None and memory.is_complete(namespace):
+                unwritten.add(path)
+    return heads, states, unwritten
 
 
 async def _exactly(collection: Collection, operations: list[Operation], session: Session) -> None:
