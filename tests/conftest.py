@@ -9,10 +9,11 @@ import pytest
 from mongosh import Mongosh
 from workbench import Workbench
 
-from statelayer import mongo_indexes
+from statelayer import StateLayer, mongo_indexes
 
 if TYPE_CHECKING:
-    from statelayer import StateLayer
+    from collections.abc import AsyncIterator
+
     from statelayer.testing.plugin import Database, Driver
 
 pytest_plugins = ["pytester"]
@@ -43,6 +44,13 @@ def database(statelayer_database: Database) -> Database:
 @pytest.fixture
 def layer(statelayer_layer: StateLayer) -> StateLayer:
     return statelayer_layer
+
+
+@pytest.fixture
+async def other(database: Database, layer: StateLayer) -> AsyncIterator[StateLayer]:
+    """One more layer on the same database, which knows of the first as little as another process would."""
+    async with StateLayer(database) as other:
+        yield other
 
 
 @pytest.fixture

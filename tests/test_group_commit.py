@@ -49,11 +49,6 @@ async def make_layer(database: Any, layer: StateLayer) -> AsyncIterator[MakeLaye
         await each.aclose()
 
 
-@pytest.fixture
-async def other(make_layer: MakeLayer) -> StateLayer:
-    return make_layer()
-
-
 @asynccontextmanager
 async def held(statelayer_server: Any, database: Any, *namespaces: str) -> AsyncIterator[None]:
     """Somebody holds the heads of these namespaces in an open transaction."""

@@ -29,7 +29,7 @@ from statelayer.journal.memory import Memory
 from statelayer.testing import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+    from collections.abc import Awaitable, Coroutine, Sequence
 
     from workbench import Workbench
 
@@ -40,14 +40,6 @@ pytestmark = pytest.mark.anyio
 
 USER = "user:U7"
 T1 = "/tasks/T1"
-
-
-@pytest.fixture
-async def other(database: Any, layer: StateLayer) -> AsyncIterator[StateLayer]:
-    """A layer that remembers nothing, as another process would."""
-    other = StateLayer(database)
-    yield other
-    await other.aclose()
 
 
 async def seqs(layer: StateLayer, namespace: str) -> list[int]:

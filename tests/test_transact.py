@@ -29,13 +29,6 @@ USER = "user:U7"
 PATH = "/tasks/T1/status"
 
 
-@pytest.fixture
-async def other(database: Any, layer: StateLayer) -> AsyncIterator[StateLayer]:
-    other = StateLayer(database)
-    yield other
-    await other.aclose()
-
-
 async def test_a_service_document_and_an_event_are_committed_together(database: Any, layer: StateLayer) -> None:
     await database.create_collection("orders")
 

@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from benchmarks.measure import VALUE, latency, rate
 
@@ -30,9 +30,6 @@ class Worker(Protocol):
     async def append(self, stream: str, value: dict[str, Any]) -> None:
         """Store one event durably."""
 
-    async def append_many(self, stream: str, values: Sequence[dict[str, Any]]) -> None:
-        """Store these events durably and atomically, or raise ``NotImplementedError``."""
-
     async def read(self, stream: str) -> int:
         """Read all events of a stream in order, each as an object, and return their number."""
 
@@ -40,35 +37,42 @@ class Worker(Protocol):
         """Let go of the database."""
 
 
+@runtime_checkable
+class BatchWorker(Worker, Protocol):
+    """A peer that stores several events at once."""
+
+    async def append_many(self, stream: str, values: Sequence[dict[str, Any]]) -> None:
+        """Store these events durably."""
+
+
 async def measured(worker: Worker, seconds: float) -> dict[str, float]:
     async def append(caller: int, n: int) -> None:
         await worker.append("hot", {**VALUE, "n": n, "caller": caller})
-
-    async def append_batch(_caller: int, n: int) -> None:
-        await worker.append_many("batch", [{**VALUE, "n": n + i} for i in range(BATCH)])
 
     await latency(lambda n: append(0, n), calls=WARM_UP)
     found = {
         "single": await latency(lambda n: append(0, n), calls=CALLS),
         "writers": await rate(append, callers=WRITERS, seconds=seconds),
     }
-    try:
-        await append_batch(0, 0)
-    except NotImplementedError:
-        await _fill_one_by_one(worker)
-    else:
-        found["batch"] = BATCH * await rate(append_batch, callers=1, seconds=seconds)
+    if isinstance(worker, BatchWorker):
+        found["batch"] = await _batches(worker, seconds)
         for start in range(0, READ, BATCH):
             await worker.append_many("long", [{**VALUE, "n": start + i} for i in range(BATCH)])
+    else:
+        for n in range(READ):
+            await worker.append("long", {**VALUE, "n": n})
     started = time.perf_counter()
     assert await worker.read("long") == READ
     found["read"] = READ / (time.perf_counter() - started)
     return found
 
 
-async def _fill_one_by_one(worker: Worker) -> None:
-    for n in range(READ):
-        await worker.append("long", {**VALUE, "n": n})
+async def _batches(worker: BatchWorker, seconds: float) -> float:
+    async def append_batch(_caller: int, n: int) -> None:
+        await worker.append_many("batch", [{**VALUE, "n": n + i} for i in range(BATCH)])
+
+    await append_batch(0, 0)
+    return BATCH * await rate(append_batch, callers=1, seconds=seconds)
 
 
 async def main(name: str, uri: str, database: str, seconds: str) -> None:

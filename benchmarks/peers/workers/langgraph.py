@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langgraph.checkpoint.base import empty_checkpoint
 from langgraph.checkpoint.mongodb import MongoDBSaver
 from pymongo import MongoClient
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def _thread(stream: str) -> Any:
@@ -26,9 +23,6 @@ class LanggraphWorker:
         checkpoint["channel_values"] = {"value": value}
         checkpoint["channel_versions"] = {"value": 1}
         await self._saver.aput(_thread(stream), checkpoint, {"source": "loop", "step": 1}, {"value": 1})
-
-    async def append_many(self, stream: str, values: Sequence[dict[str, Any]]) -> None:
-        raise NotImplementedError
 
     async def read(self, stream: str) -> int:
         return len([checkpoint async for checkpoint in self._saver.alist(_thread(stream))])
