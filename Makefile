@@ -16,7 +16,7 @@ help:
 	@echo "make demo    run the demo on an embedded MongoDB   (URI=mongodb://… your own server, INPUT=file.jsonl your own requests)"
 	@echo "make test    run the tests                         (ARGS='-k name' for a part of them)"
 	@echo "make check   lint, format, types, layers"
-	@echo "make bench   measure all that docs/benchmarks.md shows (ARGS='…' is passed on)"
+	@echo "make bench   measure all that docs/benchmarks.md shows (ARGS='append' prints a part)"
 	@echo "make clean   remove what these targets made"
 
 demo: $(DEMO_READY)
@@ -32,7 +32,7 @@ check: $(DEV_READY)
 	$(BIN)/lint-imports
 
 bench: $(DEV_READY)
-	$(BIN)/python -m benchmarks --write docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m benchmarks $(or $(ARGS),--write docs/benchmarks.md)
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks build dist

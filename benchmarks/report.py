@@ -84,7 +84,7 @@ def document(results: Results) -> str:
 def _document_lines(results: Results) -> Iterator[str]:
     yield "# Benchmarks"
     yield ""
-    yield "Written by `make bench`, which measures all of it again: on an embedded replica set, or on yours with"
+    yield "Written by `make bench`, which measures all of it again on an embedded replica set; on yours, printed, with"
     yield "`make bench ARGS='--uri mongodb://…'`. `python -m benchmarks --help` names the parts."
     yield ""
     yield f"Measured on {datetime.now(UTC):%Y-%m-%d} with the server on the same machine:"
