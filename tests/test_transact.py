@@ -157,6 +157,65 @@ async def test_transact_beside_busy_writers_of_its_namespace_succeeds_at_once(la
     assert [event.seq async for event in layer.events("/tasks/T1")] == list(range(1, 86))
 
 
+# --- many at a time
+
+
+@pytest.fixture
+async def others(database: Any, layer: StateLayer) -> AsyncIterator[list[StateLayer]]:
+    """Three more layers on the same database, as other processes would have them."""
+    layers = [StateLayer(database) for _ in range(3)]
+    yield layers
+    for other in layers:
+        await other.aclose()
+
+
+async def test_c1_many_transactions_on_one_namespace_all_succeed(layer: StateLayer, others: list[StateLayer]) -> None:
+    await layer.set(PATH, 0, actor=USER)
+
+    async def count(number: int) -> None:
+        async def body(tx: JournalTransaction) -> None:
+            await tx.set(f"/tasks/T1/w/{number}", number, actor=USER)
+
+        for _ in range(3):
+            await (layer, *others)[number % 4].transact(body, "/tasks/T1")
+
+    await asyncio.gather(*(count(number) for number in range(8)))
+    assert [event.seq async for event in layer.events("/tasks/T1")] == list(range(1, 26))
+    assert (await layer.verify("/tasks/T1")).ok
+
+
+async def test_c4_first_transactions_on_a_new_namespace_all_succeed(
+    layer: StateLayer, others: list[StateLayer]
+) -> None:
+    async def body(tx: JournalTransaction) -> int:
+        return (await tx.set(PATH, 1, actor=USER)).version
+
+    versions = await asyncio.gather(*((layer, *others)[n % 4].transact(body, "/tasks/T1") for n in range(20)))
+    assert sorted(versions) == list(range(1, 21))
+
+
+@pytest.mark.parametrize("theirs", [PATH, "/tasks/T1/other"])
+async def test_c4_a_namespace_that_somebody_else_began_meanwhile_costs_one_more_try(
+    database: Any, layer: StateLayer, other: StateLayer, theirs: str
+) -> None:
+    """Its head is there by now, which the transaction's snapshot does not see."""
+    runs = 0
+
+    async def body(tx: JournalTransaction) -> int:
+        nonlocal runs
+        runs += 1
+        await database["entries"].find_one({}, session=tx.session)
+        if runs == 1:
+            await other.set(theirs, "theirs", actor=USER)
+        return (await tx.set(PATH, "mine", actor=USER)).seq
+
+    assert await layer.transact(body, "/tasks/T1") == 2
+    assert runs == 2
+
+
+# --- seqs and commits
+
+
 async def test_b1_a_seq_is_given_in_the_order_of_commits(layer: StateLayer, other: StateLayer) -> None:
     await layer.set(PATH, 0, actor=USER)
     async with layer.transaction("/tasks/T1") as tx:
