@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from statelayer.events import Event
+    from statelayer.journal import JournalTransaction
     from statelayer.testing.plugin import Driver
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +110,89 @@ async def test_c2_an_outcome_that_cannot_be_learned_is_its_own_error(
     again = await hasty.set(f"{T1}/x", 1, actor=USER, idempotency_key="k")
     assert [event.id for event in await stored(layer, T1)] == [first.id, again.id]
     assert list(caught.value.event_ids) == [again.id]
+    await hasty.aclose()
+
+
+# --- transactions of the service
+
+
+async def order(database: Any, layer: StateLayer, number: str, runs: list[str]) -> str:
+    """Write a document of the service and an event together; return the event's id."""
+
+    async def body(tx: JournalTransaction) -> str:
+        runs.append(number)
+        await database["orders"].insert_one({"_id": number}, session=tx.session)
+        return (await tx.set(f"{T1}/orders/{number}", number, actor=USER, idempotency_key=number)).id
+
+    return await layer.transact(body, T1)
+
+
+async def together(database: Any, layer: StateLayer) -> dict[str, str]:
+    """The events of the orders that are stored; there is no order without its event, and no event without its order."""
+    events = {event.value: event.id for event in await stored(layer, T1)}
+    orders = [document["_id"] for document in await database["orders"].find({}).to_list(None)]
+    assert sorted(orders) == sorted(events)
+    assert (await layer.verify(T1)).ok
+    return events
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_c2_whatever_fails_a_transaction_happens_once(database: Any, layer: StateLayer, command: str) -> None:
+    await database.create_collection("orders")
+    done = {"first": await order(database, layer, "first", [])}
+    for name, fault in FAULTS.items():
+        async with failing(database, command, times=2, **fault):
+            done[name] = await order(database, layer, name, [])
+    assert await together(database, layer) == done
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_c2_a_transaction_of_one_try_that_fails_leaves_nothing(
+    database: Any, layer: StateLayer, command: str
+) -> None:
+    await database.create_collection("orders")
+    done = {"first": await order(database, layer, "first", [])}
+
+    async def once(number: str) -> None:
+        async with layer.transaction(T1) as tx:
+            await database["orders"].insert_one({"_id": number}, session=tx.session)
+            event = await tx.set(f"{T1}/orders/{number}", number, actor=USER)
+        done[number] = event.id
+
+    for name, fault in FAULTS.items():
+        async with failing(database, command, **fault):
+            with suppress(ContentionError):
+                await once(name)
+        await once(f"{name}-again")
+    assert await together(database, layer) == done
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("code", [91, 11602])
+async def test_c2_a_transaction_whose_replies_are_all_lost_is_found_by_its_events(
+    database: Any, layer: StateLayer, code: int
+) -> None:
+    await database.create_collection("orders")
+    hasty = StateLayer(database, settings=Settings(append_timeout=0.5))
+    runs: list[str] = []
+    error = {"code": code, "errmsg": "not known"}
+    async with failing(database, "commitTransaction", times=None, writeConcernError=error):
+        event_id = await order(database, hasty, "O1", runs)
+    assert await together(database, layer) == {"O1": event_id}
+    assert runs == ["O1"]
+    await hasty.aclose()
+
+
+async def test_c2_a_transaction_whose_commit_never_passes_ends_at_its_deadline(
+    database: Any, layer: StateLayer
+) -> None:
+    await database.create_collection("orders")
+    hasty = StateLayer(database, settings=Settings(append_timeout=1))
+    labels = ["UnknownTransactionCommitResult"]
+    async with failing(database, "commitTransaction", times=None, errorCode=189, errorLabels=labels):
+        with pytest.raises(ContentionError):
+            await order(database, hasty, "O1", [])
+    assert await together(database, layer) == {}
     await hasty.aclose()
 
 
