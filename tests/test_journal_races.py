@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from bson import Int64
 
 from statelayer import Settings, StateLayer, Write
 from statelayer.clock import Clock
+from statelayer.drivers import Database
 from statelayer.errors import (
     ClosedError,
     IdempotencyConflictError,
@@ -27,9 +29,10 @@ from statelayer.events import Event
 from statelayer.journal.judge import Head, Ledger
 from statelayer.journal.memory import Memory
 from statelayer.testing import wait_until
+from statelayer.transactions import Deadline, transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine, Sequence
+    from collections.abc import Awaitable, Sequence
 
     from workbench import Workbench
 
@@ -110,6 +113,140 @@ async def test_c7_wherever_a_transaction_is_cancelled_it_happened_whole_or_not_a
     written = await seqs(other, T1)
     assert written == list(range(1, len(written) + 1))
     await no_transaction_is_open(database)
+
+
+class Steps:
+    """Counts the steps that tasks take: whatever runs between one suspension and the next, in any task of the loop."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._at = 0
+        self._victim: asyncio.Task[Any] | None = None
+
+    async def cancelled_at(self, step: int, work: Coroutine[Any, Any, object]) -> bool:
+        """Run the work, cancel it as soon as so many steps were taken, and say whether it came so far."""
+        loop = asyncio.get_running_loop()
+        before = loop.get_task_factory()
+        loop.set_task_factory(self._counted)
+        try:
+            self.taken, self._at = 0, step
+            self._victim = asyncio.ensure_future(work)
+            await asyncio.wait([self._victim])
+            return self.taken >= step
+        finally:
+            self._victim = None
+            loop.set_task_factory(before)
+
+    def _counted(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        return asyncio.Task(Stepped(work, self), loop=loop, **options)
+
+    def take(self) -> None:
+        self.taken += 1
+        if self.taken == self._at and self._victim is not None:
+            self._victim.cancel()
+
+
+class Stepped(Coroutine[Any, Any, Any]):
+    """A coroutine that tells of each of its steps after it was taken."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], steps: Steps) -> None:
+        self._work = work
+        self._steps = steps
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._work.send(value)
+        finally:
+            self._steps.take()
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._work.throw(*error)
+        finally:
+            self._steps.take()
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
+
+
+class Orders:
+    """One order after the other, each with an event; by one of the ways that a service has."""
+
+    def __init__(self, database: Any, layer: StateLayer) -> None:
+        self.collection = database["orders"]
+        self.ours = Database(database)
+        self.layer = layer
+
+    async def append(self, number: int) -> None:
+        await self.layer.append(pair(number), idempotency_key=f"k{number}")
+
+    async def transact(self, number: int) -> None:
+        await self.layer.transact(lambda tx: self._body(tx, number), T1)
+
+    async def transaction(self, number: int) -> None:
+        async with self.layer.transaction(T1) as tx:
+            await self._body(tx, number)
+
+    async def _body(self, tx: JournalTransaction, number: int) -> None:
+        await self.collection.insert_one({"_id": number}, session=tx.session)
+        await tx.append(pair(number), idempotency_key=f"k{number}")
+
+    async def bare(self, number: int) -> None:
+        """In the transaction on which all of these stand."""
+        async with transaction(self.ours, Deadline(Clock(), 10)) as session:
+            await self.collection.insert_one({"_id": number}, session=session)
+            await self.collection.insert_one({"_id": -number}, session=session)
+
+
+def pair(number: int) -> list[Write]:
+    return [Write(path=f"{T1}/orders/{number}", value=part, actor=USER) for part in ("ordered", "paid")]
+
+
+MOST_STEPS = 400
+
+
+@pytest.mark.parametrize("way", ["append", "transact", "transaction"])
+async def test_c7_at_whichever_step_a_caller_is_cancelled_his_key_finds_the_outcome(
+    database: Any, layer: StateLayer, other: StateLayer, way: str
+) -> None:
+    orders, steps = Orders(database, layer), Steps()
+    await orders.collection.insert_one({"_id": -1})
+    await orders.append(0)
+    number, reached = 0, True
+    while reached:
+        number += 1
+        assert number < MOST_STEPS
+        reached = await steps.cancelled_at(number, getattr(orders, way)(number))
+        if way != "append":  # what is left of an append may still be on its way; of a block, nothing
+            await no_transaction_is_open(database)
+            ordered = await orders.collection.find_one({"_id": number})
+            assert (ordered is None) == (await other.get(f"{T1}/orders/{number}") is None)
+        events = await (layer, other)[number % 2].append(pair(number), idempotency_key=f"k{number}")
+        assert [(event.version, event.value) for event in events] == [(1, "ordered"), (2, "paid")]
+        assert (await layer.set(f"{T1}/beside", number, actor=USER)).version == number
+        await no_transaction_is_open(database)
+    assert number > 5
+    assert await seqs(other, T1) == list(range(1, 3 * number + 3))
+    assert (await other.verify(T1)).ok
+
+
+async def test_c7_at_whichever_step_a_transaction_is_cancelled_it_is_closed(database: Any, layer: StateLayer) -> None:
+    orders, steps = Orders(database, layer), Steps()
+    await orders.collection.insert_one({"_id": 0})
+    number, reached, kept = 0, True, 0
+    while reached:
+        number += 1
+        assert number < MOST_STEPS
+        reached = await steps.cancelled_at(number, orders.bare(number))
+        await no_transaction_is_open(database)
+        found = await orders.collection.count_documents({"_id": {"$in": [number, -number]}})
+        assert found in (0, 2)
+        kept += found
+    assert number > 5
+    assert kept > 0
 
 
 # --- one among many
