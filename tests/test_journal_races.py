@@ -25,11 +25,14 @@ from statelayer.errors import (
     StateLayerError,
     VersionConflictError,
 )
-from statelayer.events import Event
+from statelayer.events import Event, check_write
+from statelayer.journal.append import Append
 from statelayer.journal.judge import Head, Ledger
 from statelayer.journal.memory import Memory
+from statelayer.journal.queue import Admission
 from statelayer.testing import wait_until
 from statelayer.transactions import Deadline, transaction
+from statelayer.values import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from workbench import Workbench
 
     from statelayer.journal import JournalTransaction
-    from statelayer.testing.plugin import ExternalServer
+    from statelayer.testing.plugin import Driver, ExternalServer
 
 pytestmark = pytest.mark.anyio
 
@@ -289,14 +292,17 @@ async def test_each_that_is_refused_among_a_hundred_fails_alone(bench: Workbench
 
 RIVAL = """
 import asyncio, json, sys
+from motor.motor_asyncio import AsyncIOMotorClient
+from pymongo import AsyncMongoClient
 from statelayer import StateLayer
 
-uri, database, seconds = sys.argv[1:]
+uri, database, driver, seconds = sys.argv[1:]
 
 
 async def main():
     counts = [0] * 256
-    async with StateLayer.from_uri(uri, database) as layer:
+    client = {"motor": AsyncIOMotorClient, "pymongo": AsyncMongoClient}[driver](uri)
+    async with StateLayer(client[database]) as layer:
         await layer.get("/tasks/T0/x")
         print("ready", flush=True)
         sys.stdin.readline()
@@ -320,10 +326,10 @@ asyncio.run(main())
 
 @pytest.mark.fault
 async def test_two_processes_that_want_the_same_256_namespaces_share_them(
-    layer: StateLayer, database: Any, statelayer_server: ExternalServer
+    layer: StateLayer, database: Any, statelayer_server: ExternalServer, driver: Driver
 ) -> None:
     """Each gets at least a quarter of an even share, over ten seconds."""
-    arguments = [sys.executable, "-c", RIVAL, statelayer_server.uri, database.name, "10"]
+    arguments = [sys.executable, "-c", RIVAL, statelayer_server.uri, database.name, driver, "10"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     rivals = [await asyncio.create_subprocess_exec(*arguments, **pipes) for _ in range(2)]
     try:
@@ -360,6 +366,53 @@ async def test_what_is_stored_when_a_layer_closes_is_what_was_acknowledged(
     assert {type(error) for error in refused} == {ClosedError}
     assert {event.id async for event in other.events(T1)} == acknowledged
     assert len(acknowledged) >= 20
+
+
+async def test_an_append_whose_turn_came_while_the_layer_closed_is_turned_away() -> None:
+    """Whoever leaves gives his place to the next, who has not run yet when the layer closes."""
+    admission, clock = Admission(Settings(max_queued_writes=1)), Clock()
+    entered = False
+
+    async def enter() -> None:
+        nonlocal entered
+        async with admission.entered(append_of(1), Deadline(clock, 10)):
+            entered = True
+
+    async with admission.entered(append_of(1), Deadline(clock, 10)):
+        next_one, after_him = (asyncio.create_task(enter()) for _ in range(2))
+        await wait_until(lambda: admission.waiting == 2)
+    assert (admission.inside, admission.waiting) == (1, 1)  # his turn has come
+    admission.close()
+    results = await asyncio.gather(next_one, after_him, return_exceptions=True)
+    assert [type(result) for result in results] == [ClosedError] * 2
+    assert not entered
+    assert (admission.inside, admission.waiting) == (0, 0)
+
+
+async def test_a_layer_that_closes_as_an_appends_turn_comes_has_committed_or_refused_it(
+    database: Any, layer: StateLayer
+) -> None:
+    closing = StateLayer(database, settings=Settings(max_queued_writes=1))
+    await closing.set(f"{T1}/first", 0, actor=USER)
+    inside = asyncio.create_task(closing.set(f"{T1}/a", 1, actor=USER))
+    waiting = asyncio.create_task(closing.set(f"{T1}/b", 1, actor=USER))
+    await wait_until(lambda: closing.statistics.journal.waiting == 1, interval=0.001)
+    closed: list[asyncio.Task[None]] = []
+    inside.add_done_callback(lambda _: closed.append(asyncio.ensure_future(closing.aclose())))
+    event = await inside
+    [result] = await asyncio.gather(waiting, return_exceptions=True)
+    await closed[0]
+    acknowledged = [event.id] + ([] if isinstance(result, ClosedError) else [result.id])
+    assert [e.id async for e in layer.events(T1) if e.seq > 1] == acknowledged
+    assert closing.statistics.journal.queued == 0
+
+
+def append_of(writes: int) -> Append:
+    checked = [
+        check_write(Write(path=f"{T1}/n/{n}", value=n, actor=USER), roots=("tasks",), limits=Limits(bytes=1024))
+        for n in range(writes)
+    ]
+    return Append.of(checked, settings=Settings(), clock=Clock(), key=None, origin=None)
 
 
 # --- what need not be read
