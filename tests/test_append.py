@@ -28,7 +28,7 @@ from statelayer.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 pytestmark = pytest.mark.anyio
 
@@ -328,27 +328,149 @@ async def test_f10_nobody_holds_what_another_sees(layer: StateLayer) -> None:
 # --- the log contradicts itself
 
 
-async def test_c6_without_setup_the_first_write_says_so(database: Any) -> None:
+async def _in_a_transaction(layer: StateLayer) -> None:
+    async with layer.transaction("/tasks/T1") as tx:
+        await tx.set(PATH, 1, actor=USER)
+
+
+async def _running(layer: StateLayer) -> None:
+    async with layer.running():
+        raise AssertionError("it started")
+
+
+SUBSCRIPTION = {"name": "s", "pattern": "/tasks/**", "action": {"type": "execute_workflow", "workflowId": "w"}}
+FIRST_CALLS: dict[str, Callable[[StateLayer], Awaitable[object]]] = {
+    "set": lambda layer: layer.set(PATH, 1, actor=USER),
+    "submit": lambda layer: layer.submit(PATH, 1, actor=USER),
+    "transact": lambda layer: layer.transact(lambda tx: tx.set(PATH, 1, actor=USER), "/tasks/T1"),
+    "transaction": _in_a_transaction,
+    "publish": lambda layer: layer.subscriptions.publish(SUBSCRIPTION),
+    "running": _running,
+    "get": lambda layer: layer.get(PATH),
+}
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS)
+async def test_c6_without_setup_the_first_call_says_so_and_creates_nothing(database: Any, call: str) -> None:
     layer = StateLayer(database)
     with pytest.raises(SetupRequiredError, match="setup"):
-        await layer.set(PATH, 1, actor=USER)
+        await FIRST_CALLS[call](layer)
+    assert await database.list_collection_names() == []
+    await layer.setup()
+    assert (await layer.set(PATH, 1, actor=USER)).seq == 1
     await layer.aclose()
 
 
-@pytest.mark.parametrize("head", [1.0, float("nan"), "1"])
+async def plant(database: Any, collection: str, id: str, **fields: object) -> None:
+    """Change a document by hand, past the validator."""
+    update = {"q": {"_id": id}, "u": {"$set": fields}}
+    reply = await database.command({"update": collection, "updates": [update], "bypassDocumentValidation": True})
+    assert reply["nModified"] == 1
+
+
+@pytest.mark.parametrize(
+    "head", [1.0, 2.0**53, float("nan"), float("inf"), "1", True, None, Decimal128("1"), Int64(-1)]
+)
 async def test_k1_a_head_that_is_no_whole_number_is_reported(
     database: Any, layer: StateLayer, others: list[StateLayer], head: object
 ) -> None:
     await layer.set(PATH, 1, actor=USER)
-    await database.command(
-        {
-            "update": "namespaces",
-            "updates": [{"q": {"_id": "/tasks/T1"}, "u": {"$set": {"seq": head}}}],
-            "bypassDocumentValidation": True,
-        }
-    )
-    with pytest.raises(IntegrityError, match="/tasks/T1"):
-        await others[0].set(PATH, 2, actor=USER)  # which remembers nothing
+    await plant(database, "namespaces", "/tasks/T1", seq=head)
+    for write in (
+        others[0].set(PATH, 2, actor=USER),  # which remembers nothing
+        others[1].transact(lambda tx: tx.set(PATH, 2, actor=USER), "/tasks/T1"),
+    ):
+        with pytest.raises(IntegrityError, match="/tasks/T1"):
+            await write
+    assert others[0].statistics.journal.retries == 0
+    assert await seqs(layer, "/tasks/T1") == [1]
+    assert [problem.kind for problem in (await layer.verify("/tasks/T1")).problems] == ["head"]
+
+
+@pytest.mark.parametrize("version", [1.0, 2.0**53, float("nan"), "1", True, Int64(2**63 - 1)])
+async def test_k1_k4_a_version_from_which_nothing_counts_on_is_reported(
+    database: Any, layer: StateLayer, others: list[StateLayer], version: object
+) -> None:
+    await layer.set(PATH, 1, actor=USER)
+    await plant(database, "entries", PATH, version=version)
+    with pytest.raises(IntegrityError, match="replay"):
+        await others[0].set(PATH, 2, actor=USER)
+    assert others[0].statistics.journal.retries == 0
+    await layer.replay("/tasks/T1")
+    assert (await others[0].set(PATH, 2, actor=USER)).version == 2
+
+
+# --- duplicate keys
+
+
+def meanwhile(layer: StateLayer, act: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Act once, when the layer's next append has read what it decides on and has not written yet."""
+    batches = layer._journal._committer._batches
+    write = batches.write
+
+    async def act_and_write(*arguments: Any) -> None:
+        monkeypatch.setattr(batches, "write", write)
+        await act()
+        await write(*arguments)
+
+    monkeypatch.setattr(batches, "write", act_and_write)
+
+
+async def test_c5_c3_a_duplicate_key_of_ones_own_event_means_that_it_was_written(
+    database: Any, layer: StateLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a commit that nobody heard of: what it wrote is there, by the id that was given it first."""
+    first = await layer.set(PATH, 1, actor=USER)
+    mine = "f" * 24
+    monkeypatch.setattr(layer._clock, "new_id", lambda: mine)
+    written = await database["events"].find_one({"_id": first.id})
+    written |= {"_id": mine, "batchId": mine, "namespace": "/tasks/T2", "path": "/tasks/T2/x", "seq": Int64(1)}
+    meanwhile(layer, lambda: database["events"].insert_one(written), monkeypatch)
+    event = await layer.set("/tasks/T2/x", 1, actor=USER)
+    assert event.id == mine
+    assert await database["events"].count_documents({"namespace": "/tasks/T2"}) == 1
+
+
+@pytest.mark.parametrize("theirs", [PATH, "/tasks/T1/other"], ids=["path", "seq"])
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+async def test_c5_c4_a_seq_or_an_entry_that_is_taken_meanwhile_costs_one_more_try(
+    layer: StateLayer, others: list[StateLayer], monkeypatch: pytest.MonkeyPatch, theirs: str, *, known: bool
+) -> None:
+    before = [await layer.set("/tasks/T1/first", 0, actor=USER)] if known else []
+    meanwhile(layer, lambda: others[0].set(theirs, "theirs", actor=USER), monkeypatch)
+    event = await layer.set(PATH, "mine", actor=USER)
+    assert (event.seq, event.version) == (len(before) + 2, 2 if theirs == PATH else 1)
+    assert await seqs(layer, "/tasks/T1") == list(range(1, event.seq + 1))
+
+
+async def test_c5_an_entry_that_is_taken_meanwhile_is_a_version_conflict_for_who_expected_none(
+    layer: StateLayer, others: list[StateLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile(layer, lambda: others[0].set(PATH, "theirs", actor=USER), monkeypatch)
+    with pytest.raises(VersionConflictError) as caught:
+        await layer.set(PATH, "mine", actor=USER, expected_version=0)
+    assert (caught.value.expected, caught.value.actual) == (0, 1)
+
+
+@pytest.mark.parametrize("content", ["same", "other"])
+async def test_c5_c3_a_key_that_is_used_meanwhile_is_resolved_by_its_content(
+    layer: StateLayer, others: list[StateLayer], monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    first: list[Any] = []
+
+    async def use() -> None:
+        first.append(await others[0].set(PATH, "same", actor=USER, idempotency_key="k"))
+
+    meanwhile(layer, use, monkeypatch)
+    asked = layer.set(PATH, content, actor=USER, idempotency_key="k")
+    if content == "same":
+        assert await asked == first[0]
+    else:
+        with pytest.raises(IdempotencyConflictError) as caught:
+            await asked
+        assert caught.value.event_id == first[0].id
+    assert await seqs(layer, "/tasks/T1") == [1]
+    assert layer.statistics.journal.conflicts <= 2
 
 
 async def test_c5_a_head_behind_its_log_is_reported_not_retried(database: Any, layer: StateLayer) -> None:

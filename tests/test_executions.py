@@ -111,6 +111,17 @@ async def test_recording_again_changes_nothing_of_what_runs(bench: Workbench) ->
     assert len(await bench.executions.find(event_id=event.id)) == 2
 
 
+async def test_c5_a_job_id_that_is_taken_means_that_it_is_queued(bench: Workbench) -> None:
+    event, subscription = await bench.event(), await bench.subscription(AGENT)
+    job = await bench.wake(event, subscription)
+    before = await bench.executions.get(job)
+    fresh = Wakeup(await bench.subscription(WORKFLOW, name="other"), {})
+    await bench.recorder.record([Decision(event, wakeups=(Wakeup(subscription, {"taskId": "T2"}), fresh))])
+    assert await bench.executions.get(job) == before
+    assert {execution.state for execution in await bench.executions.find(event_id=event.id)} == {"queued"}
+    assert len(await bench.executions.find(event_id=event.id)) == 2
+
+
 async def test_another_error_beside_a_duplicate_is_raised(bench: Workbench) -> None:
     event, subscription = await bench.event(), await bench.subscription(AGENT)
     await bench.wake(event, subscription)
