@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from bson import Int64
+from pymongo.monitoring import CommandListener
 
 from statelayer import Settings, StateLayer, Write
-from statelayer.errors import ContentionError, DatabaseError, OutcomeUnknownError, StateLayerError
+from statelayer.errors import ContentionError, DatabaseError, IntegrityError, OutcomeUnknownError, StateLayerError
 from statelayer.testing import Proxy, wait_until
 from statelayer.testing.plugin import connected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from pymongo.monitoring import CommandFailedEvent, CommandStartedEvent, CommandSucceededEvent
+
     from statelayer.events import Event
+    from statelayer.executors import Run
     from statelayer.journal import JournalTransaction
     from statelayer.testing.plugin import Driver
 
@@ -221,6 +227,140 @@ async def test_c1_endless_conflicts_end_at_the_deadline(database: Any, layer: St
             await hasty.set(f"{T1}/x", 1, actor=USER)
     assert (await hasty.set(f"{T1}/x", 1, actor=USER)).seq == 2
     await hasty.aclose()
+
+
+# --- what is sent after an error
+
+
+class Commands(CommandListener):
+    """Notes, for each transaction, its commands and whether the server refused them."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, tuple[str, str]] = {}
+        self.transactions: defaultdict[str, list[tuple[str, bool]]] = defaultdict(list)
+
+    def started(self, event: CommandStartedEvent) -> None:
+        if "txnNumber" in event.command:
+            session = event.command["lsid"]["id"]
+            self.sent[event.request_id] = (event.command_name, f"{session!r}:{event.command['txnNumber']}")
+
+    def succeeded(self, event: CommandSucceededEvent) -> None:
+        self._note(event.request_id, refused=bool(event.reply.get("writeErrors")))
+
+    def failed(self, event: CommandFailedEvent) -> None:
+        self._note(event.request_id, refused=True)
+
+    def _note(self, request: int, *, refused: bool) -> None:
+        if request in self.sent:
+            command, of = self.sent.pop(request)
+            self.transactions[of].append((command, refused))
+
+    @property
+    def errors_met(self) -> int:
+        return sum(any(refused for _, refused in sent) for sent in self.transactions.values())
+
+    def after_errors(self) -> set[str]:
+        """What was sent in a transaction after the first error that it met."""
+        after: set[str] = set()
+        for sent in self.transactions.values():
+            first = next((n for n, (_, refused) in enumerate(sent) if refused), len(sent))
+            after |= {command for command, _ in sent[first + 1 :]}
+        return after
+
+
+@pytest.fixture
+async def watched(
+    statelayer_server: Any, database: Any, layer: StateLayer, driver: Driver
+) -> AsyncIterator[tuple[StateLayer, Commands]]:
+    """A layer whose commands are noted, and which has no more than a second for an append."""
+    commands = Commands()
+    async with connected(driver, statelayer_server.uri, event_listeners=[commands]) as client:
+        hasty = StateLayer(client[database.name], settings=Settings(append_timeout=1))
+        yield hasty, commands
+        await hasty.aclose()
+
+
+TAKEN = {"keyPattern": {"namespace": 1, "seq": 1}, "keyValue": {"namespace": T1, "seq": 2}}
+REFUSALS: dict[str, dict[str, Any]] = {
+    "DuplicateKey": {"errorCode": 11000, "errorExtraInfo": TAKEN},
+    "WriteConflict": {"errorCode": 112},
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("command", ["insert", "update"])
+async def test_c3_nothing_is_sent_in_a_transaction_that_met_an_error(
+    database: Any, layer: StateLayer, watched: tuple[StateLayer, Commands], command: str, refusal: str
+) -> None:
+    """An append that meets a duplicate key each time ends at its deadline, after tries that grow apart."""
+    hasty, commands = watched
+    await hasty.set(f"{T1}/x", 0, actor=USER)
+    async with failing(database, command, times=None, **REFUSALS[refusal]):
+        with pytest.raises(ContentionError, match="Nothing was written"):
+            await hasty.set(f"{T1}/x", 1, actor=USER)
+    assert 1 < commands.errors_met < 100
+    assert commands.after_errors() <= {"abortTransaction"}
+    assert (await hasty.set(f"{T1}/x", 1, actor=USER)).seq == 2
+    assert await seqs(layer) == [1, 2]
+
+
+async def test_c3_a_duplicate_key_that_no_retry_can_mend_is_judged_outside_its_transaction(
+    database: Any, layer: StateLayer, watched: tuple[StateLayer, Commands]
+) -> None:
+    for n in range(3):
+        await layer.set(f"{T1}/x", n, actor=USER)
+    await database["namespaces"].update_one({"_id": T1}, {"$set": {"seq": Int64(1)}})
+    hasty, commands = watched
+    with pytest.raises(IntegrityError, match="goes on to 3"):
+        await hasty.set(f"{T1}/y", 1, actor=USER, idempotency_key="k")
+    assert commands.errors_met == 1
+    assert commands.after_errors() <= {"abortTransaction"}
+
+
+# --- seqs
+
+
+async def seqs(layer: StateLayer) -> list[int]:
+    return [event.seq for event in await stored(layer, T1)]
+
+
+async def test_b1_nobody_passes_an_append_that_is_paused_before_its_commit(
+    database: Any, layer: StateLayer, other: StateLayer
+) -> None:
+    """It has its seq. Whoever comes later waits for it, and whoever follows the log sees first what is first."""
+    await layer.set(f"{T1}/requests/R0", 0, actor=USER)
+
+    @layer.workflow("w")
+    async def echo(run: Run) -> Any:
+        return run.event.seq
+
+    await layer.subscriptions.publish(
+        {"name": "s", "pattern": "/tasks/*/requests/*", "action": {"type": "execute_workflow", "workflowId": "w"}}
+    )
+    async with layer.watch(f"{T1}/requests/*") as watch, layer.running():
+        async with failing(database, "commitTransaction", blockConnection=True, blockTimeMS=1500):
+            early = asyncio.create_task(layer.set(f"{T1}/requests/R1", "early", actor=USER))
+            await wait_until(lambda: _commit_is_paused(database))
+            late = asyncio.create_task(other.set(f"{T1}/requests/R2", "late", actor=USER))
+            assert (await other.replay(T1)).events == 1
+            assert await seqs(other) == [1]
+            assert not late.done()
+            await asyncio.wait([early, late], return_when=asyncio.FIRST_COMPLETED)
+            assert early.done()
+        assert (await early).seq == 2
+        assert (await late).seq > 2
+        followed = [(await anext(watch)).value for _ in range(2)]
+        outcomes = [await layer.outcome(event.id, timeout=10) for event in (await early, await late)]
+    assert followed == ["early", "late"]
+    assert [[execution.state for execution in outcome.executions] for outcome in outcomes] == [["succeeded"]] * 2
+    found = await seqs(layer)
+    assert found == list(range(1, len(found) + 1))
+
+
+async def _commit_is_paused(database: Any) -> bool:
+    pipeline = [{"$currentOp": {}}, {"$match": {"command.commitTransaction": {"$exists": True}}}]
+    reply = await database.client["admin"].command({"aggregate": 1, "pipeline": pipeline, "cursor": {}})
+    return bool(reply["cursor"]["firstBatch"])
 
 
 # --- a network that fails
