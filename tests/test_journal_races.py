@@ -35,7 +35,7 @@ from statelayer.transactions import Deadline, transaction
 from statelayer.values import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Sequence
 
     from workbench import Workbench
 
@@ -346,6 +346,78 @@ async def test_two_processes_that_want_the_same_256_namespaces_share_them(
     for number in range(0, 256, 16):
         log = await seqs(layer, f"/tasks/T{number}")
         assert log == list(range(1, len(log) + 1))
+
+
+# --- a writer that dies
+
+DYING = """
+import asyncio, sys
+from motor.motor_asyncio import AsyncIOMotorClient
+from pymongo import AsyncMongoClient
+from statelayer import StateLayer
+
+uri, database, driver, way = sys.argv[1:]
+
+
+async def main():
+    client = {"motor": AsyncIOMotorClient, "pymongo": AsyncMongoClient}[driver](uri)
+    layer = StateLayer(client[database])
+    batches = layer._journal._committer._batches
+    write = batches.write
+
+    async def write_and_hang(*arguments):
+        await write(*arguments)
+        print("taken", flush=True)
+        await asyncio.Event().wait()
+
+    batches.write = layer._journal._transactions._batches.write = write_and_hang
+    if way == "append":
+        await layer.set("/tasks/T1/dying", 1, actor="user:U7")
+    else:
+        await layer.transact(lambda tx: tx.set("/tasks/T1/dying", 1, actor="user:U7"), "/tasks/T1")
+
+
+asyncio.run(main())
+"""
+
+LIFETIME = "transactionLifetimeLimitSeconds"
+
+
+@pytest.fixture
+async def dead_transactions_end_soon(database: Any) -> AsyncIterator[None]:
+    """What a killed process had open holds its namespaces for a minute by default."""
+    admin = database.client["admin"]
+    limit = (await admin.command({"getParameter": 1, LIFETIME: 1}))[LIFETIME]
+    await admin.command({"setParameter": 1, LIFETIME: 1})
+    yield
+    await admin.command({"setParameter": 1, LIFETIME: limit})
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("way", ["append", "transact"])
+async def test_b2_a_writer_that_is_killed_after_it_took_a_seq_leaves_no_hole(
+    database: Any,
+    layer: StateLayer,
+    statelayer_server: ExternalServer,
+    driver: Driver,
+    dead_transactions_end_soon: None,
+    way: str,
+) -> None:
+    await layer.set(f"{T1}/x", 1, actor=USER)
+    arguments = [sys.executable, "-c", DYING, statelayer_server.uri, database.name, driver, way]
+    writer = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
+    try:
+        assert writer.stdout is not None
+        assert await writer.stdout.readline() == b"taken\n"
+        waiting = asyncio.create_task(layer.set(f"{T1}/x", 2, actor=USER))
+        elsewhere = await layer.set("/tasks/T2/x", 1, actor=USER)
+    finally:
+        writer.kill()
+        await writer.communicate()
+    assert elsewhere.seq == 1
+    assert (await waiting).seq == 2
+    assert [event.path async for event in layer.events(T1)] == [f"{T1}/x"] * 2
+    assert (await layer.verify(T1)).ok
 
 
 # --- closing
