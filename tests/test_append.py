@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pytest
 from bson import Decimal128, Int64, ObjectId
+from pydantic import BaseModel
 
 from statelayer import Settings, StateLayer, Write
 from statelayer.errors import (
@@ -18,6 +19,7 @@ from statelayer.errors import (
     IdempotencyConflictError,
     IntegrityError,
     InvalidActorError,
+    InvalidInputError,
     InvalidPathError,
     InvalidValueError,
     InvalidWriteError,
@@ -323,6 +325,120 @@ async def test_f10_nobody_holds_what_another_sees(layer: StateLayer) -> None:
     again = await layer.set(PATH, {"items": [1]}, actor=USER, idempotency_key="k")
     assert again.value == {"items": [1]}
     assert "_id" not in given
+
+
+ODD_KEYS = {"a.b": 1, "$set": {"$x": 1}, "": 0, "a": {"b": 2}}
+
+
+async def test_f1_d5_a_merge_replaces_odd_keys_and_no_nested_ones(layer: StateLayer) -> None:
+    await layer.set(PATH, {"a": {"b": 1, "c": 1}, "a.b": 0, "kept": "$a"}, actor=USER)
+    event = await layer.merge(PATH, ODD_KEYS, actor=USER)
+    entry = await layer.get(PATH)
+    assert entry is not None
+    assert event.value == entry.value == {"kept": "$a", **ODD_KEYS}
+    assert event.patch == ODD_KEYS
+    assert (await layer.verify("/tasks/T1")).ok
+
+
+TEXTS: dict[str, dict[str, Any]] = {
+    "NUL in a path": {"path": "/tasks/T1/a\0b"},
+    "surrogate in a path": {"path": "/tasks/T1/\ud800"},
+    "NUL in a key": {"value": {"deep": [{"a\0b": 1}]}},
+    "key that is a number": {"value": {1: 1}},
+    "key that is None": {"value": {None: 1}},
+    "surrogate": {"value": {"deep": ["\ud800"]}},
+    "surrogate in a patch": {"op": "merge", "value": {"\ud800": 1}},
+    "NUL in a patch": {"op": "merge", "value": {"a\0b": 1}},
+    "surrogate in an actor": {"actor": "user:\ud800"},
+    "NUL in an actor": {"actor": "user:\0"},
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+async def test_f2_text_that_cannot_be_stored_is_refused_and_uses_no_seq(layer: StateLayer, text: str) -> None:
+    good = Write(path=PATH, value="good", actor=USER)
+    with pytest.raises(InvalidInputError) as caught:
+        await layer.append([good, Write(**{"path": PATH, "value": "x", "actor": USER} | TEXTS[text])])
+    assert str(caught.value).encode()  # it can be printed
+    assert await seqs(layer, "/tasks/T1") == []
+    assert (await layer.set(PATH, 1, actor=USER)).seq == 1
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a\0b"])
+async def test_f2_a_key_that_cannot_be_stored_is_refused_and_uses_no_seq(layer: StateLayer, key: str) -> None:
+    with pytest.raises(InvalidInputError):
+        await layer.set(PATH, 1, actor=USER, idempotency_key=key)
+    assert await seqs(layer, "/tasks/T1") == []
+
+
+MEBIBYTE = 1024 * 1024
+
+
+async def test_f9_what_is_too_large_uses_no_seq_and_leaves_nothing_half_written(
+    database: Any, layer: StateLayer
+) -> None:
+    """Alone, in a batch, and grown by a merge; each beside something that fits."""
+    await layer.set(PATH, {"a": "x" * (MEBIBYTE - 100)}, actor=USER)
+    good = Write(path="/tasks/T1/good", value=1, actor=USER)
+    for large in (
+        Write(path="/tasks/T1/large", value="x" * MEBIBYTE, actor=USER),
+        Write(path=PATH, op="merge", value={"b": "x" * 200}, actor=USER),
+    ):
+        with pytest.raises(InvalidValueError, match="bytes"):
+            await layer.append([good, large], idempotency_key="k")
+    assert await seqs(layer, "/tasks/T1") == [1]
+    assert await database["entries"].distinct("_id") == [PATH]
+    event = await layer.set(PATH, {"a": "x" * (MEBIBYTE - 100), "b": 1}, actor=USER, idempotency_key="k")
+    assert (event.seq, event.version) == (2, 2)
+
+
+async def test_k7_one_append_of_27_mebibytes_is_refused_and_27_appends_go_in_several_transactions(
+    layer: StateLayer,
+) -> None:
+    """The server would commit them in one; the cap is ours."""
+    value = "x" * (MEBIBYTE - 100)
+    writes = [Write(path=f"/tasks/T1/n/{n}", value=value, actor=USER) for n in range(27)]
+    with pytest.raises(InvalidWriteError, match="at most 8388608 bytes"):
+        await layer.append(writes)
+    assert await seqs(layer, "/tasks/T1") == []
+    await asyncio.gather(*(layer.append([write]) for write in writes))
+    assert await seqs(layer, "/tasks/T1") == list(range(1, 28))
+    assert layer.statistics.journal.batches >= 4
+    assert layer.statistics.journal.largest_batch <= 8
+
+
+async def test_f4_digits_survive_and_what_has_no_exact_form_is_refused(layer: StateLayer) -> None:
+    class Price(BaseModel):
+        amount: Decimal
+
+    event = await layer.set(PATH, {"amount": Decimal128("1.10")}, actor=USER)
+    entry = await layer.get(PATH)
+    assert entry is not None
+    for value in (event.value, entry.value, (await layer.state_at("/tasks/T1", 1))[PATH]):
+        assert type(value["amount"]) is Decimal128
+        assert str(value["amount"]) == "1.10"
+    inexact = Decimal("8204491.822422388")
+    for refused in (Decimal("1.10"), Decimal("0.1"), inexact, Price(amount=Decimal("1.10"))):
+        with pytest.raises(InvalidValueError, match="Decimal128"):
+            await layer.set(PATH, refused, actor=USER)
+    assert await seqs(layer, "/tasks/T1") == [1]
+
+
+async def test_f6_what_is_returned_is_what_is_read_and_compared(layer: StateLayer) -> None:
+    now = datetime.now(UTC).replace(microsecond=123_456)
+    event = await layer.set(PATH, {"at": now, "there": now.astimezone(timezone(timedelta(hours=8)))}, actor=USER)
+    kept = now.replace(microsecond=123_000)
+    entry = await layer.get(PATH)
+    assert entry is not None
+    for value in (event.value, entry.value, (await layer.state_at("/tasks/T1", 1))[PATH]):
+        assert value == {"at": kept, "there": kept}
+        assert {at.utcoffset() for at in value.values()} == {timedelta(0)}
+    assert (await layer.set(PATH, event.value, actor=USER)).value == event.value
+    for naive in (now.replace(tzinfo=None), {"deep": [now.replace(tzinfo=None)]}):
+        with pytest.raises(InvalidValueError, match="time zone"):
+            await layer.set(PATH, naive, actor=USER)
+    assert await seqs(layer, "/tasks/T1") == [1, 2]
+    assert (await layer.verify("/tasks/T1")).ok
 
 
 # --- the log contradicts itself

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from bson import Decimal128, Int64
+from pymongo.errors import DuplicateKeyError, WriteError
 
 from statelayer.clock import Clock
 from statelayer.drivers import Database
@@ -375,6 +376,77 @@ async def test_k2_k3_events_without_a_place_in_the_log_are_found(archive: Archiv
     assert found == sorted([repr(True), repr("1"), repr(float("nan")), repr(MISSING)])
     assert report.events == 7 + 4
     assert {p.path for p in report.problems} == {f"{T1}/lost"}
+
+
+async def test_k3_an_event_without_a_seq_is_flagged_and_stops_nobody(archive: Archive) -> None:
+    """The unique index takes one such event in each namespace; the validator takes none from a plain insert."""
+    lost = await archive.database.collection("events").find_one(seq(1))
+    assert lost is not None
+    lost |= {"_id": "f" * 24, "path": f"{T1}/lost", "version": Int64(1)}
+    del lost["seq"]
+    with pytest.raises(WriteError, match="Document failed validation"):
+        await archive.database.handle["events"].insert_one(dict(lost))
+    await archive.insert("events", lost)
+    report = await archive.verify()
+    assert not report.ok
+    assert told(report) == [("seq", f"{T1}/lost", None, "an int64", MISSING)]
+    assert (await archive.set(f"{T1}/next", 1)).seq == 8
+    assert [(p.kind, p.path) for p in (await archive.verify()).problems] == [("seq", f"{T1}/lost")]
+
+
+@pytest.mark.parametrize("number", [True, "1", Decimal128("8.5"), 8.5])
+async def test_k2_a_seq_of_another_type_is_flagged_and_stops_nobody(archive: Archive, number: Any) -> None:
+    """As a tool that imports events might write it."""
+    lost = await archive.database.collection("events").find_one(seq(1))
+    assert lost is not None
+    lost |= {"_id": "f" * 24, "path": f"{T1}/lost", "version": Int64(1), "seq": number}
+    with pytest.raises(WriteError, match="Document failed validation"):
+        await archive.database.handle["events"].insert_one(dict(lost))
+    await archive.insert("events", lost)
+    found = [
+        exactly([p.actual]) for p in (await archive.verify()).problems if (p.kind, p.path) == ("seq", f"{T1}/lost")
+    ]
+    assert found == [exactly([number])]
+    assert [(await archive.set(f"{T1}/next", n)).seq for n in range(3)] == [8, 9, 10]
+
+
+@pytest.mark.parametrize("number", [7.0, Decimal128("7")])
+async def test_k2_a_seq_that_is_there_collides_whatever_its_type(archive: Archive, number: Any) -> None:
+    sound = await archive.database.collection("events").find_one(seq(7))
+    assert sound is not None
+    again = sound | {"_id": "f" * 24, "path": f"{T1}/again", "version": Int64(1), "seq": number}
+    with pytest.raises(DuplicateKeyError) as caught:
+        await archive.insert("events", again)
+    assert caught.value.details is not None
+    assert list(caught.value.details["keyPattern"]) == ["namespace", "seq"]
+    assert (await archive.verify()).ok
+
+
+async def test_d5_what_begins_with_a_dollar_is_verified_and_replayed_as_it_is(archive: Archive) -> None:
+    """Both run in the server, where such texts and keys could be taken for fields and operators."""
+    odd = {
+        "value": "$value",
+        "$x": "$$NOW",
+        "a.b": {"$literal": 1, "": "$"},
+        "$set": {"$a.b": ["$_id", {"$add": [1, 2]}]},
+        "$ref": "$secret",
+        "$id": 1,
+    }
+    event = await archive.set(f"{T1}/odd", odd)
+    [text] = await archive.journal.append([Write(path=f"{T1}/text", value="$secret", actor="user:$owner")])
+    await archive.set(f"{T1}/merged", {"$kept": "$$ROOT"})
+    [merged] = await archive.journal.append(
+        [Write(path=f"{T1}/merged", value=odd, op="merge", actor="user:$owner")], idempotency_key="$key"
+    )
+    assert merged.value == {"$kept": "$$ROOT", **odd}
+    assert (event.value, text.value, merged.patch) == (odd, "$secret", odd)
+    before = await archive.documents("entries")
+    assert (await archive.verify()).problems == []
+    await archive.database.handle["entries"].delete_many({"namespace": T1})
+    assert (await archive.replay()).entries_written == 6
+    assert exactly([tuple(await archive.documents("entries"))]) == exactly([tuple(before)])
+    await archive.plant("entries", {"_id": f"{T1}/text"}, field("value", "$another"))
+    assert told(await archive.verify()) == [("entry_value", f"{T1}/text", 9, "$secret", "$another")]
 
 
 async def test_k1_k2_numbers_that_are_no_int64_are_found(archive: Archive) -> None:
