@@ -54,6 +54,15 @@ async def other(database: Database, layer: StateLayer) -> AsyncIterator[StateLay
 
 
 @pytest.fixture
+async def others(database: Database, layer: StateLayer) -> AsyncIterator[list[StateLayer]]:
+    """Three more layers on the same database, as other processes would have them."""
+    layers = [StateLayer(database) for _ in range(3)]
+    yield layers
+    for other in layers:
+        await other.aclose()
+
+
+@pytest.fixture
 async def bench(database: Database) -> Workbench:
     bench = Workbench(database)
     await mongo_indexes.setup(bench.database, bench.settings)

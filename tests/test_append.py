@@ -30,21 +30,12 @@ from statelayer.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
 
 pytestmark = pytest.mark.anyio
 
 USER = "user:U7"
 PATH = "/tasks/T1/status"
-
-
-@pytest.fixture
-async def others(database: Any, layer: StateLayer) -> AsyncIterator[list[StateLayer]]:
-    """Three more layers on the same database, as other processes would have them."""
-    layers = [StateLayer(database) for _ in range(3)]
-    yield layers
-    for other in layers:
-        await other.aclose()
 
 
 async def seqs(layer: StateLayer, namespace: str) -> list[int]:

@@ -160,15 +160,6 @@ async def test_transact_beside_busy_writers_of_its_namespace_succeeds_at_once(la
 # --- many at a time
 
 
-@pytest.fixture
-async def others(database: Any, layer: StateLayer) -> AsyncIterator[list[StateLayer]]:
-    """Three more layers on the same database, as other processes would have them."""
-    layers = [StateLayer(database) for _ in range(3)]
-    yield layers
-    for other in layers:
-        await other.aclose()
-
-
 async def test_c1_many_transactions_on_one_namespace_all_succeed(layer: StateLayer, others: list[StateLayer]) -> None:
     await layer.set(PATH, 0, actor=USER)
 

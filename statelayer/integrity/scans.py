@@ -98,7 +98,6 @@ class Scans:
         """
         suspicious: list[dict[str, Any]] = [
             {"$match": {"$or": self._suspicions()}},
-            {"$limit": self._size},
             {"$project": dict.fromkeys(("path", "seq", "actor", "triggerDepth", "causedByEventId", "rootEventId"), 1)},
         ]
         async for page in self._log_pages({"$gte": float("-inf")}, head, suspicious):
