@@ -14,6 +14,7 @@ from statelayer.drivers import Database, connect
 from statelayer.executors import Executions, Outcomes, Recorder, Registry, Worker
 from statelayer.health import examine
 from statelayer.history import History, Reader
+from statelayer.instances import Instance, Instances
 from statelayer.integrity import Integrity
 from statelayer.journal import Journal, Writer
 from statelayer.running import Runner, stopped_by_signals
@@ -125,8 +126,9 @@ class StateLayer(Writer):
     @asynccontextmanager
     async def _hosted(self, *, listen: bool, work: bool) -> AsyncIterator[Runner]:
         await self._readiness.check()
-        workers = [self._new_worker()] if work else []
-        listeners = [self._new_listener()] if listen else []
+        instance = Instance(Instances(self._database, self._clock, lease=self.settings.lease), self._clock.new_id())
+        workers = [self._new_worker(instance)] if work else []
+        listeners = [self._new_listener(instance)] if listen else []
         runner = Runner([*listeners, *workers])
         self._workers += workers
         self._listeners += listeners
@@ -142,7 +144,7 @@ class StateLayer(Writer):
                 for listener in listeners:
                     self._listeners.remove(listener)
 
-    def _new_worker(self) -> Worker:
+    def _new_worker(self, instance: Instance) -> Worker:
         return Worker(
             self._database,
             self.settings,
@@ -151,9 +153,10 @@ class StateLayer(Writer):
             executions=self.executions,
             journal=self._journal,
             bind=self._bound_to,
+            instance=instance,
         )
 
-    def _new_listener(self) -> Listener:
+    def _new_listener(self, instance: Instance) -> Listener:
         recorder = Recorder(
             self._database,
             self.settings,
@@ -162,7 +165,14 @@ class StateLayer(Writer):
             works_here=lambda: bool(self._workers),
             on_recorded=self._wake,
         )
-        return Listener(self._database, self.settings, self._clock, subscriptions=self.subscriptions, recorder=recorder)
+        return Listener(
+            self._database,
+            self.settings,
+            self._clock,
+            subscriptions=self.subscriptions,
+            recorder=recorder,
+            instance=instance,
+        )
 
     def _wake(self) -> None:
         for worker in self._workers:

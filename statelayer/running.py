@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from statelayer.errors import RunnerStoppedError
+from statelayer.loops import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ class Runner:
         try:
             self._host.result()
         except BaseExceptionGroup as group:
-            cause = _first(group)
+            cause = first_of(group)
             raise RunnerStoppedError(f"The layer stopped running: {cause}") from cause
 
     async def _stop_at_once(self) -> None:
@@ -140,8 +141,3 @@ def stopped_by_signals(stop: Callable[[], None]) -> AbstractContextManager[None]
 async def _all_set(events: Sequence[asyncio.Event]) -> None:
     for event in events:
         await event.wait()
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -18,6 +18,7 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 from bson import Decimal128
+from statelayer.executors.instances import Instances
 
 import statelayer
 from statelayer import Settings, StateLayer, Write
@@ -31,7 +32,6 @@ from statelayer.errors import (
     StateLayerError,
 )
 from statelayer.executors import RetryPolicy
-from statelayer.executors.instances import Instances
 from statelayer.testing import wait_until
 
 if TYPE_CHECKING:

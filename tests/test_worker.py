@@ -220,7 +220,7 @@ async def reason_is(bench: Workbench, job: str, reason: str | None) -> bool:
 
 async def test_an_instance_reports_itself_and_leaves(bench: Workbench) -> None:
     bench.registry.workflow("review")(Gate())
-    async with bench.working(instance_id="$instance") as worker:
+    async with bench.working(instance=bench.instance("$instance")) as worker:
         document = await bench.handle["instances"].find_one({"_id": worker.id})
         assert document["executors"] == [{"type": "execute_workflow", "target": "review"}]
         assert (document["pid"], bool(document["host"])) == (os.getpid(), True)

@@ -12,6 +12,7 @@ from statelayer.clock import Clock
 from statelayer.drivers import Database
 from statelayer.executors import Executions, Recorder, Registry, RetryPolicy, Worker
 from statelayer.executors.models import job_id
+from statelayer.instances import Instance, Instances
 from statelayer.journal import Journal, Writer
 from statelayer.settings import Settings
 from statelayer.subscriptions import StoredSubscription, Subscription
@@ -162,6 +163,9 @@ class Workbench:
 
     async def events_at(self, path: str) -> list[dict[str, Any]]:
         return await self.database.collection(mongo_indexes.EVENTS).find({"path": path}, sort=[("seq", 1)])
+
+    def instance(self, id: str) -> Instance:
+        return Instance(Instances(self.database, self.clock, lease=self.settings.lease), id)
 
     def worker(self, *, journal: Journal | None = None, registry: Registry | None = None, **options: Any) -> Worker:
         journal = journal or self.journal

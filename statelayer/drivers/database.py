@@ -39,6 +39,8 @@ SNAPSHOT = ReadConcern("snapshot")
 
 KILL_TIMEOUT = 2.0
 
+RECENT_SESSIONS = 64
+
 TRANSACTION_OPTIONS = {
     "read_concern": SNAPSHOT,
     "write_concern": DURABLE,
@@ -64,6 +66,7 @@ class Database:
         self._dialect = dialect_of(handle)
         self._handle = handle
         self._abandoned: list[Any] = []
+        self._recent: dict[bytes, Any] = {}
         self.prefix = prefix
 
     @property
@@ -107,6 +110,7 @@ class Database:
         """Open a session of the driver, and end it."""
         with translated():
             session = await self._dialect.start_session(self._handle.client)
+        self._remember(session.session_id)
         try:
             yield session
         finally:
@@ -116,6 +120,15 @@ class Database:
         """Start a transaction with our options."""
         with translated():
             await self._dialect.start_transaction(session, **TRANSACTION_OPTIONS)
+
+    @property
+    def recent_sessions(self) -> list[Document]:
+        """The ids of the server's sessions that this process has used lately; the driver uses a few over and over."""
+        return list(self._recent.values())
+
+    async def kill_sessions(self, ids: Sequence[Mapping[str, Any]]) -> None:
+        """Have the server end sessions of this user, with what they still have open."""
+        await self.admin_command({"killSessions": list(ids)})
 
     async def kill_session(self, session: Session) -> None:
         """Have the server abort what a session of ours still has open; a user may always kill his own sessions.
@@ -139,6 +152,13 @@ class Database:
     async def close_client(self) -> None:
         """Close the client that the handle belongs to."""
         await self._dialect.close(self._handle.client)
+
+    def _remember(self, session_id: Mapping[str, Any]) -> None:
+        key = bytes(session_id["id"])
+        self._recent.pop(key, None)
+        self._recent[key] = dict(session_id)
+        if len(self._recent) > RECENT_SESSIONS:
+            del self._recent[next(iter(self._recent))]
 
     async def _end(self, session: Session) -> None:
         with translated():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from statelayer.drivers import Database, Document
     from statelayer.executors.models import State
     from statelayer.executors.moves import Fence, Move
-    from statelayer.executors.registry import Offer
+    from statelayer.instances import Offer
 
 LEASED: tuple[State, ...] = ("claimed", "running")
 

@@ -1,7 +1,6 @@
 """Each move of an execution as one conditional update, judged and timed by the server's clock. No I/O here.
 
-These are pipeline updates, because only those know ``$$NOW``. In a pipeline a string that begins with ``$`` is a field
-reference, so that everything that comes from outside goes in as ``$literal``.
+These are pipeline updates, because only those know ``$$NOW``.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pymongo import UpdateOne
 
 from statelayer.executors.models import ENDED, MOVES
+from statelayer.servertime import NOW, in_seconds, literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,21 +19,10 @@ if TYPE_CHECKING:
     from statelayer.drivers import Document
     from statelayer.executors.models import Execution, Reason, State
 
-NOW: Final = "$$NOW"
 MAX_WARNINGS: Final = 20
 
 AVAILABLE: Final = {"$expr": {"$lte": ["$availableAt", NOW]}}
 EXPIRED: Final = {"$expr": {"$lt": ["$lease.until", NOW]}}
-
-
-def literal(value: object) -> dict[str, Any]:
-    """Return an expression whose value is exactly this."""
-    return {"$literal": value}
-
-
-def in_seconds(seconds: float) -> dict[str, Any]:
-    """Return an expression for that moment of the server's clock."""
-    return {"$add": [NOW, round(seconds * 1000)]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from statelayer import mongo_indexes as names
 from statelayer.errors import DuplicateKeyError
-from statelayer.executors.instances import Instances
+from statelayer.instances import Instances
 from statelayer.executors.models import job_id, skip_id
 from statelayer.executors.registry import ANY
-from statelayer.executors.servertime import ServerTime
+from statelayer.servertime import ServerTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from statelayer.clock import Clock
     from statelayer.drivers import Database, Document
     from statelayer.events import Event
-    from statelayer.executors.registry import Offer, Registry
+    from statelayer.executors.registry import Registry
+    from statelayer.instances import Offer
     from statelayer.settings import Settings
     from statelayer.subscriptions.decisions import Decision, Skip, Wakeup
 

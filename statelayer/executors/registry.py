@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
     from statelayer.executors.run import Run
     from statelayer.executors.runtime import AgentRuntime
+    from statelayer.instances import Offer
     from statelayer.subscriptions import Subscription
 
 ANY: Final[None] = None
-"""Stands for every target of an action type; null in the ``instances`` documents."""
-
-Offer: TypeAlias = tuple[str, str | None]
-"""An action type, and the one target that is taken or ``ANY``."""
+"""Stands for every target of an action type, in an offer; null in the ``instances`` documents."""
 
 Handler: TypeAlias = Callable[["Run"], Awaitable[Any]]
 _Handler = TypeVar("_Handler", bound=Handler)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from statelayer.executors.moves import Fence
     from statelayer.executors.registry import Registry
     from statelayer.executors.run import Success
-    from statelayer.executors.servertime import ServerTime
+    from statelayer.servertime import ServerTime
     from statelayer.journal import Journal
 
 log = structlog.get_logger("statelayer.executors")

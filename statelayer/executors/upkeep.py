@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from statelayer.drivers import Database, Document
-    from statelayer.executors.instances import Instances
+    from statelayer.instances import Instances
     from statelayer.executors.leases import Leases
     from statelayer.executors.models import Execution
-    from statelayer.executors.registry import Offer, Registry
+    from statelayer.executors.registry import Registry
+    from statelayer.instances import Offer
     from statelayer.executors.results import Results
 
 log = structlog.get_logger("statelayer.executors")

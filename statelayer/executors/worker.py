@@ -18,10 +18,11 @@ from statelayer.errors import StateLayerError
 from statelayer.executors import moves
 from statelayer.executors.attempts import Attempts
 from statelayer.executors.held import Held
-from statelayer.executors.instances import Instances
+from statelayer.instances import Instance, Instances
 from statelayer.executors.leases import Leases
 from statelayer.executors.results import PASSING, Results
-from statelayer.executors.servertime import ServerTime
+from statelayer.loops import first_of, insisted, signalled
+from statelayer.servertime import ServerTime
 from statelayer.executors.upkeep import Reaper, Waiting
 from statelayer.transactions import finished
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from statelayer.drivers import Database, Document
     from statelayer.executors.executions import Executions
     from statelayer.executors.models import Execution
-    from statelayer.executors.registry import Offer, Registration, Registry
+    from statelayer.executors.registry import Registration, Registry
+    from statelayer.instances import Offer
     from statelayer.journal import Journal, Origin
     from statelayer.layer import StateLayer
     from statelayer.settings import Settings
@@ -41,9 +43,6 @@ log = structlog.get_logger("statelayer.executors")
 
 LAST_MOMENTS = 5.0
 """Seconds that what was cancelled gets to be recorded, before the rest is left to its lease."""
-
-FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 5.0
 
 
 class Worker:
@@ -59,15 +58,15 @@ class Worker:
         executions: Executions,
         journal: Journal,
         bind: Callable[[Origin], StateLayer],
-        instance_id: str | None = None,
+        instance: Instance | None = None,
     ) -> None:
-        self.id = instance_id or clock.new_id()
         self._settings = settings
         self._registry = registry
         self._executions = executions
         self._meta = database.collection(names.META)
         self._instances = Instances(database, clock, lease=settings.lease)
-        self._leases = Leases(database, clock, owner=self.id, lease=settings.lease)
+        self._instance = instance or Instance(self._instances, clock.new_id())
+        self._leases = Leases(database, clock, owner=self._instance.id, lease=settings.lease)
         results = Results(database, journal, self._leases, registry, ServerTime(database, clock))
         limit = settings.max_value_bytes
         self._attempts = Attempts(database, self._leases, results, bind, max_value_bytes=limit)
@@ -80,8 +79,13 @@ class Worker:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._drained = False
+        self._ended = asyncio.Event()
         self._fault: BaseException | None = None
+
+    @property
+    def id(self) -> str:
+        """The id of this process in ``instances``, and in the leases of what it holds."""
+        return self._instance.id
 
     @property
     def running(self) -> list[str]:
@@ -102,7 +106,7 @@ class Worker:
             with self._changes_heard():
                 await self._work_until_stopped(started)
         except BaseExceptionGroup as faults:
-            fault = _first(faults)
+            fault = first_of(faults)
             raise fault from fault.__cause__
         finally:
             await finished(self._leave())
@@ -117,50 +121,34 @@ class Worker:
         self._wake.set()
 
     async def _work_until_stopped(self, started: Callable[[], None]) -> None:
-        await self._insist("start", self._beat)
+        await insisted("start", self._beat, self._stopping)
         started()
         async with asyncio.TaskGroup() as loops:
             beats = self._repeat("heartbeat", self._beat, self._settings.heartbeat, self._changed)
-            ended = asyncio.Event()
-            upkeep = self._repeat("upkeep", self._keep_up, self._settings.poll, ended)
+            upkeep = self._repeat("upkeep", self._keep_up, self._settings.poll, self._ended)
             for loop in (beats, upkeep):
                 loops.create_task(loop, context=contextvars.Context())
             while not self._stopping.is_set():
-                await self._insist("claim", self._claim)
-                await _signalled(self._wake, self._settings.poll)
+                await insisted("claim", self._claim, self._stopping)
+                await signalled(self._wake, self._settings.poll)
             await self._drain(self._settings.drain_timeout)
             self._raise_fault()
             # Not cancelled: in the middle of a driver's call that can leave a lock of its client taken for ever.
-            self._drained = True
+            self._ended.set()
             self._changed.set()
-            ended.set()
 
     async def _repeat(
         self, name: str, step: Callable[[], Awaitable[None]], every: float, signal: asyncio.Event
     ) -> None:
-        while not self._drained:
-            await self._insist(name, step)
-            await _signalled(signal, every)
-
-    async def _insist(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
-        """Take a step, again while it fails transiently and nobody stops us."""
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                return await step()
-            except StateLayerError as error:
-                if not is_transient(error):
-                    raise
-                log.warning("worker_step_failed", step=name, error=error.code, pause=pause)
-            if self._stopping.is_set():
-                return None
-            await asyncio.sleep(pause)
-            pause = min(LONGEST_PAUSE, 2 * pause)
+        while not self._ended.is_set():
+            await insisted(name, step, self._ended)
+            await signalled(signal, every)
 
     # --- claiming
 
     async def _claim(self) -> None:
         """Claim what there is room for and start it."""
+        self._wake.clear()
         self._raise_fault()
         if not await self._is_dispatching():
             return
@@ -222,11 +210,12 @@ class Worker:
 
     async def _beat(self) -> None:
         """Renew every lease, stop what was lost, and say that this process is alive."""
+        self._changed.clear()
         lost = await self._leases.renew({held.fence for held in self._held.values()})
         for held in self._held.values():
             if held.fence in lost:
                 held.stop("lost")
-        await self._instances.report(self.id, self._registry.offers())
+        await self._instance.works(self._registry.offers())
 
     async def _keep_up(self) -> None:
         """Do what any worker does for all of them; some of it only at the pace of the heartbeat."""
@@ -278,7 +267,7 @@ class Worker:
         await self._drain(0)
         try:
             with pymongo.timeout(LAST_MOMENTS):
-                await self._instances.leave(self.id)
+                await self._instance.leave("works")
         except StateLayerError as error:
             log.warning("instance_left_behind", instance=self.id, error=type(error).__name__)
 
@@ -294,17 +283,3 @@ def shares(
     others = sorted((r.offer for r in registrations if r.concurrency is None), key=str)
     groups = [([r.offer], min(free, (r.concurrency or 0) - busy.get(r.offer, 0))) for r in bounded]
     return [(offers, limit) for offers, limit in [(others, free), *groups] if offers and limit > 0]
-
-
-def _first(faults: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = faults.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-async def _signalled(signal: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await signal.wait()
-    except TimeoutError:
-        pass
-    signal.clear()

@@ -341,7 +341,13 @@ _CHECKPOINTS = CollectionSpec(
         {
             "_id": integer("The partition."),
             "clusterTime": nullable({"bsonType": "timestamp", "description": "Evaluated up to this cluster time."}),
-            "lease": anything("Which instance holds the partition, and until when."),
+            "lease": nullable(
+                record(
+                    "Which instance evaluates the partition; null for none.",
+                    {"owner": text("Id of the instance."), "until": date("Until when (the server's clock).")},
+                    required=("owner", "until"),
+                )
+            ),
         },
         required=("_id",),
     ),
@@ -359,6 +365,10 @@ _INSTANCES = CollectionSpec(
             "pid": {"bsonType": ["int", "long"], "description": "Its process id there."},
             "startedAt": date("When it started."),
             "heartbeatAt": date("When it last reported itself (the server's clock)."),
+            "listens": truth("Whether it evaluates events."),
+            "works": truth("Whether it runs executions."),
+            "partitions": array("What it evaluates.", integer("A partition.")),
+            "sessions": array("Sessions of the server that it used lately; ended when it dies.", anything("One id.")),
             "executors": array(
                 "What it can run.",
                 record(

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from bson.int64 import Int64
+from bson.timestamp import Timestamp
 from pymongo import UpdateOne
 
 from statelayer import mongo_indexes as names
 from statelayer.errors import LogLostError
+from statelayer.subscriptions.shares import ours
 
 if TYPE_CHECKING:
     from collections.abc import Collection as Many
     from collections.abc import Iterable
-
-    from bson.timestamp import Timestamp
 
     from statelayer.drivers import Database
 
@@ -117,20 +117,21 @@ class Checkpoints:
 
     def __init__(self, database: Database) -> None:
         self._checkpoints = database.collection(names.CHECKPOINTS)
-        self._saved: Timestamp | None = None
 
     async def oldest(self, partitions: Many[int]) -> tuple[Timestamp | None, set[int]]:
         """Return the oldest position of these partitions, and the partitions that have none."""
         documents = await self._checkpoints.find({"_id": {"$in": sorted(partitions)}})
-        known = {d["_id"]: d["clusterTime"] for d in documents if d.get("clusterTime") is not None}
+        positions = {document["_id"]: document.get("clusterTime") for document in documents}
+        known = {partition: position for partition, position in positions.items() if isinstance(position, Timestamp)}
         return min(known.values(), default=None), set(partitions) - set(known)
 
-    async def save(self, partitions: Many[int], position: Timestamp) -> None:
-        """Store that everything before this position has been evaluated. Positions only move forward."""
-        if position == self._saved:
-            return
-        move = {"$max": {"clusterTime": position}}
-        await self._checkpoints.bulk_write(
-            [UpdateOne({"_id": partition}, move, upsert=True) for partition in partitions], ordered=False
-        )
-        self._saved = position
+    async def save(self, owner: str, partitions: Many[int], position: Timestamp) -> None:
+        """Store that everything before this position has been evaluated, where the owner still holds the partition.
+
+        Positions only move forward.
+        """
+        await self._checkpoints.update_many(ours(owner, partitions), {"$max": {"clusterTime": position}})
+
+    async def discard(self, owner: str, partitions: Many[int]) -> None:
+        """Forget positions that the server does not have, so that whoever holds these partitions reads the log."""
+        await self._checkpoints.update_many(ours(owner, partitions), {"$unset": {"clusterTime": ""}})

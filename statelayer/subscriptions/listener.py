@@ -8,11 +8,13 @@ and two listeners may do the same work: recording is idempotent, and cursors onl
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import pymongo
 import structlog
 from pydantic import ValidationError
 
@@ -25,15 +27,20 @@ from statelayer.errors import (
     TransientDatabaseError,
 )
 from statelayer.events import Event
+from statelayer.instances import Instance, Instances
+from statelayer.loops import first_of, insisted, signalled
 from statelayer.streams import GONE, open_stream
 from statelayer.subscriptions.cursors import Checkpoints, Cursors
 from statelayer.subscriptions.dispatch import Dispatch
 from statelayer.subscriptions.evaluation import evaluate
+from statelayer.subscriptions.shares import Share
 from statelayer.subscriptions.state import StateReader
 from statelayer.transactions import finished
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Sequence
+
+    from bson.timestamp import Timestamp
 
     from statelayer.clock import Clock
     from statelayer.drivers import Database, Document
@@ -58,6 +65,9 @@ CHECKPOINT_INTERVAL = 5.0
 
 LONGEST_BACKOFF = 5.0
 
+LAST_MOMENTS = 5.0
+"""Seconds that a stopping listener gets to give its partitions back."""
+
 
 @dataclass(slots=True)
 class ListenerStatistics:
@@ -70,6 +80,8 @@ class ListenerStatistics:
     gaps: int = 0
     holes: int = 0
     unreadable: int = 0
+    partitions: tuple[int, ...] = ()
+    """Those that this instance holds."""
     restarts: Counter[str] = field(default_factory=Counter)
     quarantined: tuple[str, ...] = ()
     awaits_revision: int | None = None
@@ -77,7 +89,7 @@ class ListenerStatistics:
 
 
 class Listener:
-    """Evaluates the events of some partitions, all by default, and hands what it decided to the recorder."""
+    """Evaluates the events of its share of the partitions, and hands what it decided to the recorder."""
 
     def __init__(
         self,
@@ -87,14 +99,17 @@ class Listener:
         *,
         subscriptions: Subscriptions,
         recorder: Recorder,
-        partitions: Collection[int] | None = None,
+        instance: Instance | None = None,
     ) -> None:
         self._database = database
         self._settings = settings
         self._clock = clock
         self._subscriptions = subscriptions
         self._recorder = recorder
-        self._partitions = frozenset(range(settings.partitions) if partitions is None else partitions)
+        instances = Instances(database, clock, lease=settings.lease)
+        self._instance = instance or Instance(instances, clock.new_id())
+        self._share = Share(database, settings, clock, instances, self._instance)
+        self._behind: set[int] = set()
         self._events = database.collection(names.EVENTS)
         self._heads = database.collection(names.NAMESPACES)
         self._state = StateReader(database)
@@ -103,8 +118,10 @@ class Listener:
         self._dispatch = Dispatch(database)
         self._catalogue: Catalogue | None = None
         self._stopping = asyncio.Event()
-        self._flushed = self._saved = 0.0
-        self._lost = False
+        self._ended = asyncio.Event()
+        self._flushed = self._saved = self._told = 0.0
+        self._position: Timestamp | None = None
+        self._log_lost = self._history_lost = False
         self.statistics = ListenerStatistics()
 
     def stop(self) -> None:
@@ -116,27 +133,62 @@ class Listener:
 
         Goes on by itself after what heals: a lost position, a failover, a pause. Raises what cannot heal.
         """
+        try:
+            await insisted("join", self._share.settle, self._stopping)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep_share(), context=contextvars.Context())
+                try:
+                    await self._evaluate_until_stopped(started)
+                finally:
+                    self._ended.set()
+        except BaseExceptionGroup as faults:
+            fault = first_of(faults)
+            raise fault from fault.__cause__
+        finally:
+            await finished(self._leave())
+
+    async def _evaluate_until_stopped(self, started: Callable[[], None]) -> None:
         failures = 0
-        trust_checkpoints = True
         while not self._stopping.is_set():
             try:
                 await self._mark_if_lost()
                 await self._wait_until_on(started)
-                async with self._opened(trust_checkpoints=trust_checkpoints) as (stream, behind):
+                async with self._opened() as stream:
                     started()
-                    await self._catch_up(behind)
-                    failures, trust_checkpoints = 0, True
-                    await self._follow(stream)
-            except _StoppedError:
-                break
+                    failures = await self._evaluate_through(stream, failures)
             except HistoryLostError as error:
-                trust_checkpoints = False
+                self._history_lost = True
                 failures = await self._back_off("history_lost", error, failures)
             except (LogLostError, SetupRequiredError) as error:
                 self._report_lost_log(error)
             except TransientDatabaseError as error:
                 failures = await self._back_off("database", error, failures)
-        self.statistics.state = "stopped"
+
+    async def _evaluate_through(self, stream: ChangeStream, failures: int) -> int:
+        """Catch up and follow until there is a reason to open another stream; return what is left of the failures."""
+        try:
+            await self._catch_up()
+            failures = 0
+            await self._follow(stream)
+        except _InterruptedError:
+            pass
+        await self._store(self._position)
+        return failures
+
+    async def _keep_share(self) -> None:
+        while not self._ended.is_set():
+            await insisted("keep_share", self._share.keep, self._ended)
+            self.statistics.partitions = tuple(sorted(self._share.held))
+            await signalled(self._ended, self._settings.poll)
+
+    async def _leave(self) -> None:
+        self._ended.set()
+        self.statistics.state, self.statistics.partitions = "stopped", ()
+        try:
+            with pymongo.timeout(LAST_MOMENTS):
+                await self._share.leave()
+        except StateLayerError as error:
+            log.warning("partitions_left_to_their_lease", instance=self._instance.id, error=error.code)
 
     # --- opening and catching up
 
@@ -148,19 +200,27 @@ class Listener:
                 return
             started()
             self.statistics.state = "log_lost" if state == "log_lost" else "paused"
-            await self._sleep(self._settings.poll)
+            await signalled(self._stopping, self._settings.poll)
 
     @asynccontextmanager
-    async def _opened(self, *, trust_checkpoints: bool) -> AsyncIterator[tuple[ChangeStream, Collection[int]]]:
+    async def _opened(self) -> AsyncIterator[ChangeStream]:
         """Open the stream at the oldest checkpoint; partitions without a usable one must be caught up from the log."""
         self.statistics.state = "starting"
+        await self._settle()
         self._cursors.forget()
-        position, behind = await self._checkpoints.oldest(self._partitions)
-        if not trust_checkpoints:
-            position, behind = None, set(self._partitions)
+        if self._history_lost:
+            await self._checkpoints.discard(self._instance.id, self._share.held)
+            self._history_lost = False
+        position, self._behind = await self._checkpoints.oldest(self._share.held)
         async with open_stream(self._database, self._match(), start_at=position) as stream:
             await self._reload()
-            yield stream, behind
+            yield stream
+
+    async def _settle(self) -> bool:
+        self._position = None  # what is taken over here has not been evaluated up to it
+        changed = await self._share.settle()
+        self.statistics.partitions = tuple(sorted(self._share.held))
+        return changed
 
     def _match(self) -> list[dict[str, Any]]:
         ours = [self._database.prefix + name for name in (names.SUBSCRIPTIONS, names.META)]
@@ -168,23 +228,24 @@ class Listener:
             {
                 "operationType": "insert",
                 "ns.coll": self._events.name,
-                "fullDocument.partition": {"$in": sorted(self._partitions)},
+                "fullDocument.partition": {"$in": sorted(self._share.held)},
             },
             {"ns.coll": {"$in": ours}},
             {"operationType": {"$in": list(GONE)}},
         ]
 
-    async def _catch_up(self, partitions: Collection[int]) -> None:
-        """Evaluate from the log whatever these partitions' cursors have not seen."""
-        if not partitions:
+    async def _catch_up(self) -> None:
+        """Evaluate from the log whatever the cursors of the partitions that are behind have not seen."""
+        if not self._behind:
             return
         self.statistics.state = "catching_up"
-        log.info("catch_up_started", partitions=len(partitions))
-        async for page in self._pages_of_heads(partitions):
+        log.info("catch_up_started", partitions=len(self._behind))
+        async for page in self._pages_of_heads(self._behind):
             await self._cursors.load(head["_id"] for head in page)
             for head in page:
                 await self._read_log(head["_id"], head["seq"])
             await self._flush()
+        self._behind = set()
         log.info("catch_up_finished", evaluated=self.statistics.evaluated)
 
     async def _pages_of_heads(self, partitions: Collection[int]) -> AsyncIterator[list[Document]]:
@@ -200,7 +261,7 @@ class Listener:
     # --- following the stream
 
     async def _follow(self, stream: ChangeStream) -> None:
-        """Read on while the last batch is evaluated, until stopped or paused."""
+        """Read on while the last batch is evaluated, until stopped or paused, or until the share has changed."""
         self.statistics.state = "following"
         reading = asyncio.ensure_future(stream.read())
         try:
@@ -210,9 +271,15 @@ class Listener:
                 if not await self._take(batch):
                     break
                 await self._keep(batch, idle=not reading.done())
-            await self._flush()
+                if self._share.is_due and await self._hand_over():
+                    break
         finally:
             await finished(_settled(reading))
+
+    async def _hand_over(self) -> bool:
+        """Store how far we are, so that others go on from there, and let partitions change hands."""
+        await self._store(self._position)
+        return await self._settle()
 
     async def _take(self, batch: Batch) -> bool:
         """Evaluate a batch; say whether to go on."""
@@ -242,11 +309,18 @@ class Listener:
     async def _keep(self, batch: Batch, *, idle: bool) -> None:
         """Store how far we are: at once when nothing else waits, else about once a second."""
         now = self._clock.monotonic()
+        self._position = batch.position
         if self._cursors.moved and (idle or now - self._flushed >= FLUSH_INTERVAL):
             await self._flush()
-        if batch.position is not None and not self._cursors.moved and now - self._saved >= CHECKPOINT_INTERVAL:
-            await self._checkpoints.save(self._partitions, batch.position)
-            self._saved = now
+        if not self._cursors.moved and now - self._saved >= CHECKPOINT_INTERVAL:
+            await self._store(batch.position)
+
+    async def _store(self, position: Timestamp | None) -> None:
+        """Store the cursors, and then the position before which everything has been evaluated."""
+        await self._flush()
+        if position is not None:
+            await self._checkpoints.save(self._instance.id, self._share.held - self._behind, position)
+            self._saved = self._clock.monotonic()
 
     # --- evaluating
 
@@ -278,8 +352,8 @@ class Listener:
     async def _read_log(self, namespace: str, up_to: int) -> None:
         """Evaluate from the log, page by page, from the namespace's cursor up to a seq."""
         while (at := self._cursors.at(namespace).seq) < up_to:
-            if self._stopping.is_set():
-                raise _StoppedError
+            if self._stopping.is_set() or self._share.has_surplus:
+                raise _InterruptedError
             wanted = {"namespace": namespace, "seq": {"$gt": at, "$lte": up_to}}
             page = await self._events.find(wanted, sort=[("seq", 1)], limit=self._settings.page_size)
             if not page:
@@ -328,9 +402,9 @@ class Listener:
             await self._reload()
             if self._catalogue is not None and self._catalogue.revision < revision:
                 self._report_missing_revision(revision, self._catalogue.revision)
-                await self._sleep(REVISION_POLL)
+                await signalled(self._stopping, REVISION_POLL)
             if self._stopping.is_set():
-                raise _StoppedError
+                raise _InterruptedError
         self.statistics.awaits_revision = None
         return self._catalogue
 
@@ -360,31 +434,24 @@ class Listener:
         self.statistics.restarts[cause] += 1
         pause = min(LONGEST_BACKOFF, 0.1 * 2 ** min(failures, 10))
         log.warning("stream_restarted", cause=cause, error=error.code, pause=pause, detail=str(error))
-        await self._sleep(pause)
+        await signalled(self._stopping, pause)
         return failures + 1
 
     def _report_lost_log(self, error: StateLayerError) -> None:
         self.statistics.restarts["log_lost"] += 1
         self.statistics.state = "log_lost"
-        self._lost = True
+        self._log_lost = True
         log.critical("log_lost", detail=str(error))
 
     async def _mark_if_lost(self) -> None:
         """Stop every instance, until an operator has decided what to do."""
-        if self._lost:
+        if self._log_lost:
             await self._dispatch.mark_log_lost()
-            self._lost = False
-
-    async def _sleep(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass
+            self._log_lost = False
 
 
-class _StoppedError(Exception):
-    """The listener was told to stop in the middle of the log; what is left stays for the next one."""
+class _InterruptedError(Exception):
+    """The listener is stopped, or its share has changed, in the middle of the log; what is left comes next."""
 
 
 async def _settled(reading: asyncio.Future[Any]) -> None:

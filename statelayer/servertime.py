@@ -1,9 +1,13 @@
-"""The server's clock, for what cannot be written with ``$$NOW``."""
+"""The server's clock, by which everything that instances agree on is timed: leases, heartbeats, availability.
+
+Pipeline updates know it as ``NOW``. In a pipeline a string that begins with ``$`` is a field reference, so that
+everything that comes from outside goes in as a ``literal``.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -11,13 +15,26 @@ if TYPE_CHECKING:
     from statelayer.clock import Clock
     from statelayer.drivers import Database
 
+NOW: Final = "$$NOW"
+
 MEASURE_EVERY = 60.0
 
 
-class ServerTime:
-    """Tells the server's time from our own clock and an offset that is measured once a minute.
+def literal(value: object) -> dict[str, Any]:
+    """Return an expression whose value is exactly this."""
+    return {"$literal": value}
 
-    It is late by the way of the answer at most, never early: what is made available at that time is available at once.
+
+def in_seconds(seconds: float) -> dict[str, Any]:
+    """Return an expression for that moment of the server's clock."""
+    return {"$add": [NOW, round(seconds * 1000)]}
+
+
+class ServerTime:
+    """Tells the server's time, for what cannot be written with ``NOW``, from our own clock and a measured offset.
+
+    The offset is measured once a minute. The time is late by the way of the answer at most, never early: what is made
+    available at that time is available at once.
     """
 
     def __init__(self, database: Database, clock: Clock) -> None:
