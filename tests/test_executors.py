@@ -279,7 +279,7 @@ async def test_dollar_outputs_come_back_as_they_were(bench: Workbench, output: A
     """D5."""
     bench.registry.agent("facade")(functools.partial(returning, output))
     subscription = await bench.subscription(AGENT)
-    async with bench.working(instance_id="$owner"):
+    async with bench.working(instance=bench.instance("$owner")):
         done = await bench.ended(await bench.wake(await bench.event(value=output), subscription, {"p": "$secret"}))
     assert (await bench.result_of(done))["value"]["output"] == output
     assert (done.params, done.action) == ({"p": "$secret"}, AGENT)

@@ -18,7 +18,6 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 from bson import Decimal128
-from statelayer.executors.instances import Instances
 
 import statelayer
 from statelayer import Settings, StateLayer, Write
@@ -32,6 +31,7 @@ from statelayer.errors import (
     StateLayerError,
 )
 from statelayer.executors import RetryPolicy
+from statelayer.instances import Instances
 from statelayer.testing import wait_until
 
 if TYPE_CHECKING:

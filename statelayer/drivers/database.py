@@ -98,7 +98,7 @@ class Database:
     async def admin_command(self, command: Mapping[str, Any]) -> Document:
         """Run a command on the admin database."""
         with translated():
-            return dict(await self._handle.client["admin"].command(command))
+            return dict(await self._handle.client["admin"].command(command, codec_options=CODEC_OPTIONS))
 
     async def collection_names(self) -> list[str]:
         """Return the names of all collections of the database, with their prefixes."""
