@@ -296,7 +296,6 @@ async def test_a_few_partitions_are_caught_up_without_reading_all_heads(shop: Wo
         Clock(),
         subscriptions=shop.layer.subscriptions,
         recorder=None,  # type: ignore[arg-type] - not called while pages are read
-        partitions={3},
     )
     async with shop.recorded() as uses:
         pages = [page async for page in listener._pages_of_heads({3})]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from bson import Timestamp
+from pymongo.errors import OperationFailure
 
 from statelayer import Settings, StateLayer, Write
 from statelayer.clock import Clock
@@ -90,6 +91,27 @@ async def test_what_the_dead_held_is_taken_over_and_what_came_back_is_not_taken_
     assert dead.held == frozenset()
     await turn(alive, dead, alive, dead)
     assert sizes([alive, dead]) == [32, 32]
+
+
+async def test_what_the_dead_have_open_is_ended_by_the_living(database: Any, layer: StateLayer) -> None:
+    """A transaction outlives its process by a minute, and would hold its namespaces until then."""
+    theirs = Database(database)
+    dead = Instance(Instances(theirs, Clock(), lease=SETTINGS.lease), "dead")
+    await layer.set("/tasks/T1/status", "new", actor=USER)
+    async with theirs.session() as session:
+        await theirs.start_transaction(session)
+        await database["namespaces"].update_one({"_id": "/tasks/T1"}, {"$inc": {"repairs": 1}}, session=session)
+        await dead.listens([])
+        [lsid] = (await database["instances"].find_one({"_id": "dead"}))["sessions"]
+        assert lsid == str(session.session_id["id"].as_uuid())
+        await expire(database, "dead")
+        alive = share(database, "alive")
+        await alive.settle()
+        await alive.keep()
+        assert (await layer.set("/tasks/T1/status", "done", actor=USER)).seq == 2
+        with pytest.raises(OperationFailure):
+            await database["namespaces"].find_one({"_id": "/tasks/T1"}, session=session)
+    assert await database["instances"].find_one({"_id": "dead"}) is None
 
 
 async def test_who_leaves_gives_everything_back_at_once(database: Any, layer: StateLayer) -> None:

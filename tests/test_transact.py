@@ -239,6 +239,24 @@ async def test_c3_a_body_that_swallows_a_failed_statement_ends_at_its_deadline(
     await hasty.aclose()
 
 
+async def test_a_statement_of_the_body_that_the_deadline_cuts_short_is_contention(
+    database: Any, layer: StateLayer
+) -> None:
+    hasty = StateLayer(database, settings=Settings(append_timeout=0.5))
+
+    async def body(tx: JournalTransaction) -> None:
+        await asyncio.sleep(0.6)
+        await database["orders"].insert_one({"_id": "O1"}, session=tx.session)
+
+    with pytest.raises(ContentionError):
+        await hasty.transact(body, "/tasks/T1")
+    with pytest.raises(ContentionError):
+        async with hasty.transaction("/tasks/T1") as tx:
+            await body(tx)
+    assert await database["orders"].count_documents({}) == 0
+    await hasty.aclose()
+
+
 async def test_c3_a_driver_error_that_leaves_the_body_is_the_callers(database: Any, layer: StateLayer) -> None:
     await database["orders"].insert_one({"_id": "O1"})
 

@@ -5,7 +5,7 @@ Nothing above this room talks to a server by itself. Every error that leaves it 
 
 from statelayer.drivers.clients import connect
 from statelayer.drivers.database import Collection, Database, Document, Session, UpdateCounts
-from statelayer.drivers.failures import is_conflict, is_silence, is_transient, translated
+from statelayer.drivers.failures import is_conflict, is_silence, is_timeout, is_transient, translated
 
 __all__ = [
     "Collection",
@@ -16,6 +16,7 @@ __all__ = [
     "connect",
     "is_conflict",
     "is_silence",
+    "is_timeout",
     "is_transient",
     "translated",
 ]

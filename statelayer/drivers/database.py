@@ -10,9 +10,11 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import bson
 import pymongo
+from bson.binary import Binary
 from bson.raw_bson import DEFAULT_RAW_BSON_OPTIONS
 from pymongo import IndexModel, ReadPreference, WriteConcern
 from pymongo.read_concern import ReadConcern
@@ -66,7 +68,7 @@ class Database:
         self._dialect = dialect_of(handle)
         self._handle = handle
         self._abandoned: list[Any] = []
-        self._recent: dict[bytes, Any] = {}
+        self._recent: dict[str, None] = {}
         self.prefix = prefix
 
     @property
@@ -122,13 +124,13 @@ class Database:
             await self._dialect.start_transaction(session, **TRANSACTION_OPTIONS)
 
     @property
-    def recent_sessions(self) -> list[Document]:
+    def recent_sessions(self) -> list[str]:
         """The ids of the server's sessions that this process has used lately; the driver uses a few over and over."""
-        return list(self._recent.values())
+        return list(self._recent)
 
-    async def kill_sessions(self, ids: Sequence[Mapping[str, Any]]) -> None:
+    async def kill_sessions(self, ids: Sequence[str]) -> None:
         """Have the server end sessions of this user, with what they still have open."""
-        await self.admin_command({"killSessions": list(ids)})
+        await self.admin_command({"killSessions": [{"id": Binary.from_uuid(UUID(session))} for session in ids]})
 
     async def kill_session(self, session: Session) -> None:
         """Have the server abort what a session of ours still has open; a user may always kill his own sessions.
@@ -154,9 +156,9 @@ class Database:
         await self._dialect.close(self._handle.client)
 
     def _remember(self, session_id: Mapping[str, Any]) -> None:
-        key = bytes(session_id["id"])
+        key = str(UUID(bytes=bytes(session_id["id"])))
         self._recent.pop(key, None)
-        self._recent[key] = dict(session_id)
+        self._recent[key] = None
         if len(self._recent) > RECENT_SESSIONS:
             del self._recent[next(iter(self._recent))]
 

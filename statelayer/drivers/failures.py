@@ -56,6 +56,11 @@ def is_transient(error: BaseException) -> bool:
     return has_label(error, TRANSIENT_TRANSACTION)
 
 
+def is_timeout(error: BaseException) -> bool:
+    """Say whether the driver gave up because the time was up, for an error of the driver."""
+    return isinstance(error, driver.PyMongoError) and error.timeout
+
+
 def is_conflict(error: BaseException) -> bool:
     """Say whether a transaction lost against another one that wrote the same document, for an error of ours."""
     return isinstance(error, DatabaseError) and error.server_code == WRITE_CONFLICT

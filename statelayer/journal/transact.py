@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from bson.int64 import Int64
 
 from statelayer import mongo_indexes as names
-from statelayer.drivers import is_transient
+from statelayer.drivers import is_timeout, is_transient
 from statelayer.errors import (
     ContentionError,
     DatabaseError,
@@ -21,7 +21,7 @@ from statelayer.errors import (
 )
 from statelayer.journal.judge import partition_of
 from statelayer.journal.writer import Writer
-from statelayer.transactions import CommitUnknown, Deadline, transaction
+from statelayer.transactions import LONGEST_PAUSE, CommitUnknown, Deadline, transaction
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -133,7 +133,7 @@ class Transactions:
                 if not await self._was_committed(opened[-1], doubt):
                     raise _lost() from doubt
             except Exception as error:
-                if is_transient(error):
+                if is_transient(error) or _ran_out(error, deadline):
                     raise _lost() from error
                 raise
 
@@ -154,7 +154,7 @@ class Transactions:
                         return result
                     await deadline.pause("The transaction", doubt)
                 except Exception as error:
-                    if not is_transient(error):
+                    if not (is_transient(error) or _ran_out(error, deadline)):
                         raise
                     await deadline.pause("The transaction", error)
                 else:
@@ -221,6 +221,11 @@ class Transactions:
     def _refuse_nesting(self) -> None:
         if self.current() is not None:
             raise InvalidWriteError("A transaction is open here already; write through it instead of opening another.")
+
+
+def _ran_out(error: Exception, deadline: Deadline) -> bool:
+    """Say whether our deadline cut a statement of the service short, which the driver tells as a timeout of its own."""
+    return is_timeout(error) and deadline.remaining < LONGEST_PAUSE
 
 
 def _lost() -> ContentionError:

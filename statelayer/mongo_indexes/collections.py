@@ -368,7 +368,7 @@ _INSTANCES = CollectionSpec(
             "listens": truth("Whether it evaluates events."),
             "works": truth("Whether it runs executions."),
             "partitions": array("What it evaluates.", integer("A partition.")),
-            "sessions": array("Sessions of the server that it used lately; ended when it dies.", anything("One id.")),
+            "sessions": array("Sessions of the server that it used lately; ended when it dies.", text("A UUID.")),
             "executors": array(
                 "What it can run.",
                 record(
