@@ -12,7 +12,7 @@ from statelayer.causation import Causation
 from statelayer.clock import Clock
 from statelayer.drivers import Database, connect
 from statelayer.executors import Executions, Outcomes, Recorder, Registry, Worker
-from statelayer.health import examine
+from statelayer.health import Examination
 from statelayer.history import History, Reader
 from statelayer.instances import Instance, Instances
 from statelayer.integrity import Integrity
@@ -78,6 +78,7 @@ class StateLayer(Writer):
         self._causation = Causation(database, settings, clock)
         self._integrity = Integrity(database, settings, clock)
         self._dispatch = Dispatch(database)
+        self._examination = Examination(database, settings, clock)
         self._listeners: list[Listener] = []
         self._workers: list[Worker] = []
         self.executors = Registry()
@@ -312,16 +313,21 @@ class StateLayer(Writer):
         await self._dispatch.unpause()
 
     async def health(self) -> Health:
-        """Say how this layer and its database are, for probes and people. Never raises for what it finds."""
-        return await examine(self._dispatch, self._listeners, self._workers)
+        """Say how this layer and its database are, for probes and people. Never raises for what it finds.
+
+        What waits is counted in the database: a head and a cursor of each namespace are read, for a few seconds.
+        """
+        return await self._examination.of(self._listeners, self._workers)
 
     @property
     def statistics(self) -> Statistics:
         """What this layer did so far in this process: batches and conflicts, streams, evaluations."""
-        return Statistics(
-            journal=self._journal.statistics,
-            reader=self._reader.statistics,
-            listeners=tuple(listener.statistics for listener in self._listeners),
+        return copy.deepcopy(
+            Statistics(
+                journal=self._journal.statistics,
+                reader=self._reader.statistics,
+                listeners=tuple(listener.statistics for listener in self._listeners),
+            )
         )
 
     def _bound_to(self, origin: Origin) -> StateLayer:

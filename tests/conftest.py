@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from listening import Recorded
 from mongosh import Mongosh
 from workbench import Workbench
 
@@ -67,6 +68,11 @@ async def bench(database: Database) -> Workbench:
     bench = Workbench(database)
     await mongo_indexes.setup(bench.database, bench.settings)
     return bench
+
+
+@pytest.fixture
+def recorded() -> Recorded:
+    return Recorded()
 
 
 @pytest.fixture(scope="session")

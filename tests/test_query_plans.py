@@ -6,6 +6,7 @@ explained afterwards, so that a query that changes to something without an index
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from contextlib import asynccontextmanager
 from copy import deepcopy
@@ -377,7 +378,7 @@ async def test_claiming_running_and_reaping(shop: Workshop) -> None:
         await wait_until(nothing_lost, message="the dead worker's executions")
     assert uses.indexes()["executions"] == {"_id_", "claim", "eventId", "reap"}
 
-    sorted_by_time = [use for use in uses.of("executions", "find") if "sort" in use.command]
+    sorted_by_time = [use for use in uses.of("executions", "find") if "availableAt" in use.command.get("sort", ())]
     assert sorted_by_time
     for use in sorted_by_time:
         assert use.indexes == {"claim"}, use
@@ -389,6 +390,33 @@ async def test_claiming_running_and_reaping(shop: Workshop) -> None:
         if use.kind in ("update", "findAndModify"):
             named = (use.command.get("query") or use.command["updates"][0]["q"])["_id"]
             assert use.docs <= (len(named["$in"]) + 5 if isinstance(named, dict) else 1), use
+
+
+async def test_a_registered_type_is_claimed_target_by_target(shop: Workshop) -> None:
+    """However many of them wait, those that waited longest are found without reading the others."""
+    await many_executions(shop)
+    await shop.database["executions"].update_many({"state": "queued"}, {"$set": {"action": {"type": "tell"}}})
+
+    class Tell:
+        async def execute(self, run: Any) -> None:
+            await asyncio.Event().wait()
+
+    shop.layer.executors.register("tell", Tell(), concurrency=3)
+    async with shop.recorded() as uses, shop.layer.running(listen=False):
+
+        async def claimed() -> bool:
+            return await shop.database["executions"].count_documents({"state": "running"}) == 3
+
+        await wait_until(claimed)
+        await shop.database["executions"].delete_many({"state": "queued"})
+    candidates = [use for use in uses.of("executions", "find") if "availableAt" in use.command.get("sort", ())]
+    assert candidates
+    for use in candidates:
+        assert use.indexes == {"claim"}
+        assert not use.sorts
+    targets = uses.of("executions", "aggregate")
+    assert targets
+    assert all(use.keys <= 6 for use in targets), targets
 
 
 async def test_what_nobody_offers_is_marked_through_the_claim_index(shop: Workshop) -> None:

@@ -7,9 +7,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 from workbench import AGENT, FAST, SOON, WORKFLOW, Gate, Workbench
 
 from statelayer.executors import Registry, RetryPolicy, Run
+from statelayer.executors import attempts as attempts_module
 from statelayer.executors.leases import Leases
 from statelayer.executors.worker import shares
 from statelayer.testing import wait_until
@@ -289,3 +291,28 @@ async def test_what_takes_too_long_is_stopped(bench: Workbench, action: dict[str
     told = (await bench.result_of(done))["value"]["error"]
     assert (done.state, done.reason, done.attempts, gate.cancelled) == ("failed", "timeout", attempts, attempts)
     assert told == {"type": "TimeoutError", "message": "The executor did not end within 0.05 s.", "code": None}
+
+
+async def test_code_that_swallows_its_cancellation_is_cancelled_again(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its slot and its lease for as long as it runs, and is told of each time."""
+    monkeypatch.setattr(attempts_module, "CANCEL_AGAIN", 0.05)
+    swallowed: list[int] = []
+
+    async def deaf(run: Run) -> None:
+        while len(swallowed) < 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                swallowed.append(run.attempt)
+        await asyncio.Event().wait()
+
+    bench.registry.agent("facade", timeout=0.05)(deaf)
+    job = await bench.wake(await bench.event(), await bench.subscription(AGENT))
+    with capture_logs() as logs:
+        async with bench.working():
+            done = await bench.ended(job)
+    assert (done.state, done.reason) == ("failed", "timeout")
+    assert swallowed == [1, 1, 1]
+    assert [line["event"] for line in logs].count("executor_ignores_cancellation") == 3

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger("statelayer.executors")
 
 
+CANCEL_AGAIN = 5.0
+"""Seconds that cancelled code gets to clean up, before it is cancelled again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What an attempt needs beside its execution."""
@@ -158,14 +162,19 @@ def _success(result: Any, limits: Limits) -> Conclusion:
 
 
 async def _ends_within(code: asyncio.Task[Any], timeout: float | None) -> bool:
-    """Wait for the code to end by itself; after ``timeout`` seconds, or when we are cancelled, it is made to."""
+    """Wait for the code to end by itself; after ``timeout`` seconds, or when we are cancelled, it is made to.
+
+    Code that swallows its cancellation is cancelled again and again: it still runs, so that it keeps its slot.
+    """
     try:
         await asyncio.wait({code}, timeout=timeout)
     finally:
         ended = code.done()
-        if not ended:
+        while not code.done():
             code.cancel()
-            await asyncio.wait({code})
+            await asyncio.wait({code}, timeout=CANCEL_AGAIN)
+            if not code.done():
+                log.error("executor_ignores_cancellation", task=code.get_name())
     return ended
 
 

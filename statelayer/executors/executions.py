@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from statelayer.drivers import Database
-    from statelayer.executors.models import State
+    from statelayer.executors.models import Reason, State
     from statelayer.executors.moves import Move
 
 
@@ -46,16 +46,17 @@ class Executions:
         event_id: str | Whichever = Whichever.ANY,
         namespace: str | Whichever = Whichever.ANY,
         target: str | Whichever = Whichever.ANY,
+        reason: Reason | Whichever = Whichever.ANY,
         limit: int = 1000,
     ) -> list[Execution]:
         """Return at most ``limit`` executions that meet everything given, the oldest of them first.
 
         What is given must be text: a scope that is blank or ``None`` is refused, not taken for "any".
         """
-        wanted = {"state": state, "eventId": event_id, "namespace": namespace, "target": target}
+        wanted = {"state": state, "eventId": event_id, "namespace": namespace, "target": target, "reason": reason}
         given = {key: check_id(key, value) for key, value in wanted.items() if value is not Whichever.ANY}
-        found = map(Execution.from_document, await self._executions.find(given, limit=limit))
-        return sorted(found, key=lambda execution: (execution.created_at, execution.id))
+        found = await self._executions.find(given, sort=[("createdAt", 1), ("_id", 1)], limit=limit)
+        return [Execution.from_document(document) for document in found]
 
     async def requeue(self, job_id: str) -> Execution:
         """Give a failed execution one fresh attempt. Its earlier error fact stays.

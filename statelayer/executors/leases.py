@@ -35,10 +35,21 @@ class Leases:
         """Return what could be claimed for these offers, the longest available first: ``_id`` and ``availableAt``."""
         if not offers or limit < 1:
             return []
-        filters = [{**queued, **moves.AVAILABLE} for queued in queued_for(offers)]
+        filters = [{**queued, **moves.AVAILABLE} for queued in queued_for(await self._with_targets(offers))]
+        if not filters:
+            return []
         wanted = filters[0] if len(filters) == 1 else {"$or": filters}
         fields = {"availableAt": 1, "target": 1, "action.type": 1}
         return await self._executions.find(wanted, sort=[("availableAt", 1)], limit=limit, projection=fields)
+
+    async def _with_targets(self, offers: Collection[Offer]) -> list[Offer]:
+        """Name the targets that wait where any is taken, so that each is a range of the index that is in order."""
+        named = [offer for offer in offers if offer[1] is not ANY]
+        for action_type in sorted(action_type for action_type, target in offers if target is ANY):
+            waiting = {"state": "queued", "action.type": action_type}
+            found = await self._executions.aggregate([{"$match": waiting}, {"$group": {"_id": "$target"}}])
+            named += [(action_type, document["_id"]) for document in found]
+        return named
 
     async def claim(self, job_ids: Sequence[str]) -> list[Execution]:
         """Claim what is still to be had of these. The update alone decides who gets what; the token tells it."""

@@ -63,6 +63,9 @@ FLUSH_INTERVAL = 1.0
 CHECKPOINT_INTERVAL = 5.0
 """Seconds between two writes of the stream's position. An older position costs repeats, never events."""
 
+PROGRESS_INTERVAL = 5.0
+"""Seconds between two lines that say how far a catch-up is."""
+
 LONGEST_BACKOFF = 5.0
 
 LAST_MOMENTS = 5.0
@@ -240,6 +243,7 @@ class Listener:
             return
         self.statistics.state = "catching_up"
         log.info("catch_up_started", partitions=len(self._behind))
+        self._told = self._clock.monotonic()
         async for page in self._pages_of_heads(self._behind):
             await self._cursors.load(head["_id"] for head in page)
             for head in page:
@@ -355,11 +359,12 @@ class Listener:
             if self._stopping.is_set() or self._share.has_surplus:
                 raise _InterruptedError
             wanted = {"namespace": namespace, "seq": {"$gt": at, "$lte": up_to}}
-            page = await self._events.find(wanted, sort=[("seq", 1)], limit=self._settings.page_size)
+            page = await self._events.find_page(wanted, sort=[("seq", 1)], size=self._settings.page_size)
             if not page:
                 return
             self._report_holes(at, page)
             await self._evaluate(page)
+            await self._keep_progress()
 
     def _report_holes(self, at: int, page: Sequence[Document]) -> None:
         """Seqs are given in commit order, so a seq that is missing now never comes; ``verify`` names it too."""
@@ -429,6 +434,15 @@ class Listener:
     async def _flush(self) -> None:
         await self._cursors.flush()
         self._flushed = self._clock.monotonic()
+
+    async def _keep_progress(self) -> None:
+        """Store the cursors while a long stretch of the log is read, and say how far we are."""
+        now = self._clock.monotonic()
+        if now - self._flushed >= FLUSH_INTERVAL:
+            await self._flush()
+        if now - self._told >= PROGRESS_INTERVAL:
+            log.info("catch_up_progress", evaluated=self.statistics.evaluated)
+            self._told = now
 
     async def _back_off(self, cause: str, error: StateLayerError, failures: int) -> int:
         self.statistics.restarts[cause] += 1
