@@ -10,13 +10,14 @@ DEMO_READY := $(VENV)/.ready-demo
 DEV_READY  := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench faults clean
 
 help:
 	@echo "make demo    run the demo on an embedded MongoDB   (URI=mongodb://… your own server, INPUT=file.jsonl your own requests)"
 	@echo "make test    run the tests                         (ARGS='-k name' for a part of them)"
 	@echo "make check   lint, format, types, layers"
 	@echo "make bench   measure all that docs/benchmarks.md shows (ARGS='append' prints a part)"
+	@echo "make faults  break real processes for a while      (SECONDS=600 for how long, SEED=7 to repeat a run)"
 	@echo "make clean   remove what these targets made"
 
 demo: $(DEMO_READY)
@@ -33,6 +34,9 @@ check: $(DEV_READY)
 
 bench: $(DEV_READY)
 	$(BIN)/python -m benchmarks $(or $(ARGS),--write docs/benchmarks.md)
+
+faults: $(DEV_READY)
+	cd tests && ../$(BIN)/python -m faults --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks build dist

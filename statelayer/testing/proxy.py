@@ -45,11 +45,15 @@ class Proxy:
         self.cuts_made = 0
 
     @property
+    def port(self) -> int:
+        """Where the proxy listens, on loopback."""
+        assert self._server is not None, "enter the proxy first"
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
     def uri(self) -> str:
         """Connects through the proxy to this one server; a replica set would be discovered past it."""
-        assert self._server is not None, "enter the proxy first"
-        port = self._server.sockets[0].getsockname()[1]
-        return f"mongodb://127.0.0.1:{port}/?directConnection=true"
+        return f"mongodb://127.0.0.1:{self.port}/?directConnection=true"
 
     def cut(self, command: str, *, at: Moment, times: int = 1) -> None:
         """Close the connection of the next ``times`` commands of this name, at their request or their reply."""
@@ -84,7 +88,8 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            with suppress(OSError, asyncio.IncompleteReadError):
+            # Only leaving the block cancels this task, and the server that made it takes a cancellation for an error.
+            with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 await link.run(self._host, self._port)
         finally:
             self._tasks.discard(task)
