@@ -225,7 +225,10 @@ class ReplicaSet:
 
     def wait_until_complete(self, timeout: float = START_TIMEOUT) -> None:
         """Wait until one node is the primary and every other one a secondary."""
-        _poll(self._is_complete, timeout, "the replica set is not complete")
+        try:
+            _poll(self._is_complete, timeout, "the replica set is not complete")
+        except EmbeddedServerError as error:
+            raise EmbeddedServerError(f"{error} Its nodes: {', '.join(map(_role, self.nodes))}.") from None
 
     def _create_nodes(self, program: Path) -> tuple[Node, ...]:
         home = self._path or self._make_scratch()
@@ -437,6 +440,14 @@ class Node:
         with suppress(BrokenPipeError):
             process.stdin.write(b"\n")
         process.stdin.close()
+
+
+def _role(node: Node) -> str:
+    """Say what a node is, as far as it tells."""
+    answer = node.hello()
+    roles = {"isWritablePrimary": "primary", "secondary": "secondary"}
+    role = next((name for key, name in roles.items() if answer.get(key)), "neither primary nor secondary")
+    return f"{node.address} {role if answer else 'does not answer' if node.is_running else 'is down'}"
 
 
 def _arguments(name: str, cache_gb: float, oplog_size_mb: int | None, parameters: Mapping[str, object]) -> list[str]:
