@@ -1,4 +1,4 @@
-"""``python -m benchmarks [append] [read] [indexes] [peers] [--uri URI] [--json]``: measure and print."""
+"""``python -m benchmarks [GROUP …] [--uri URI] [--json]``: measure beside a baseline, and print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo import AsyncMongoClient
 
-from benchmarks import append, reading
+from benchmarks import append, matching, reacting, reading
 from benchmarks.append import PREFILLED, Bench
 from benchmarks.indexes import index_costs
 from benchmarks.measure import ROUNDS
@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     MakeRow = Callable[[Bench], Coroutine[Any, Any, Row]]
 
 DATABASE = "statelayer_bench"
-ROWS: Mapping[str, Sequence[MakeRow]] = {"append": append.ROWS, "read": reading.ROWS}
+ROWS: Mapping[str, Sequence[MakeRow]] = {
+    "append": append.ROWS,
+    "read": reading.ROWS,
+    "match": matching.ROWS,
+    "react": reacting.ROWS,
+}
 INDEXES = "indexes"
 PEERS = "peers"
 GROUPS = [*ROWS, INDEXES, PEERS]

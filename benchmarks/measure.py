@@ -20,7 +20,9 @@ WRITE_CONCERN = "majority, journaled"
 VALUE = {"status": "confirmed", "amount": 1250, "currency": "EUR", "note": "x" * 100}
 """What is written, wherever it does not matter."""
 
-Unit = Literal["events/s", "ms"]
+Unit = Literal["events/s", "executions/s", "ms", "µs"]
+
+LATENCIES = ("ms", "µs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Row:
     @property
     def bound(self) -> str:
         """What the ratio must reach, or must not exceed."""
-        return f"{'≤' if self.unit == 'ms' else '≥'} {self.target:g}"
+        return f"{'≤' if self.unit in LATENCIES else '≥'} {self.target:g}"
 
     @property
     def ratio(self) -> float:
@@ -50,7 +52,7 @@ class Row:
     @property
     def reached(self) -> bool:
         """A rate must reach its target; a latency must stay below it."""
-        return self.ratio <= self.target if self.unit == "ms" else self.ratio >= self.target
+        return self.ratio <= self.target if self.unit in LATENCIES else self.ratio >= self.target
 
 
 async def compare(
