@@ -108,10 +108,11 @@ async def rate(call: Callable[[int, int], Awaitable[object]], *, callers: int, s
     return counted / elapsed
 
 
-async def latency(call: Callable[[int], Awaitable[object]], *, calls: int) -> float:
-    """Call one after the other; return the median in milliseconds."""
+async def latency(call: Callable[[int], Awaitable[object]], *, calls: int, pause: float = 0.0) -> float:
+    """Call one after the other, with ``pause`` seconds of rest between; return the median in milliseconds."""
     taken: list[float] = []
     for n in range(calls):
+        await asyncio.sleep(pause)
         started = time.perf_counter()
         await call(n)
         taken.append(time.perf_counter() - started)

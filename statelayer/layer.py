@@ -11,7 +11,7 @@ from statelayer import mongo_indexes
 from statelayer.causation import Causation
 from statelayer.clock import Clock
 from statelayer.drivers import Database, connect
-from statelayer.executors import Executions, Outcomes, Recorder, Registry, Worker
+from statelayer.executors import Executions, Outcomes, Recorder, Registry, Staff, Worker
 from statelayer.health import Examination
 from statelayer.history import History, Reader
 from statelayer.instances import Instance, Instances
@@ -80,7 +80,7 @@ class StateLayer(Writer):
         self._dispatch = Dispatch(database)
         self._examination = Examination(database, settings, clock)
         self._listeners: list[Listener] = []
-        self._workers: list[Worker] = []
+        self._staff = Staff()
         self.executors = Registry()
         self.executions = Executions(database)
         self.subscriptions = Subscriptions(database, settings, clock, target_of=self.executors.target_of)
@@ -131,7 +131,7 @@ class StateLayer(Writer):
         workers = [self._new_worker(instance)] if work else []
         listeners = [self._new_listener(instance)] if listen else []
         runner = Runner([*listeners, *workers])
-        self._workers += workers
+        self._staff.workers += workers
         self._listeners += listeners
         try:
             await runner.start()
@@ -141,7 +141,7 @@ class StateLayer(Writer):
                 await runner.stop()
             finally:
                 for worker in workers:
-                    self._workers.remove(worker)
+                    self._staff.workers.remove(worker)
                 for listener in listeners:
                     self._listeners.remove(listener)
 
@@ -158,14 +158,7 @@ class StateLayer(Writer):
         )
 
     def _new_listener(self, instance: Instance) -> Listener:
-        recorder = Recorder(
-            self._database,
-            self.settings,
-            self._clock,
-            self.executors,
-            works_here=lambda: bool(self._workers),
-            on_recorded=self._wake,
-        )
+        recorder = Recorder(self._database, self.settings, self._clock, self.executors, self._staff)
         return Listener(
             self._database,
             self.settings,
@@ -174,10 +167,6 @@ class StateLayer(Writer):
             recorder=recorder,
             instance=instance,
         )
-
-    def _wake(self) -> None:
-        for worker in self._workers:
-            worker.wake()
 
     # --- writing
 
@@ -317,7 +306,7 @@ class StateLayer(Writer):
 
         What waits is counted in the database: a head and a cursor of each namespace are read, for a few seconds.
         """
-        return await self._examination.of(self._listeners, self._workers)
+        return await self._examination.of(self._listeners, self._staff.workers)
 
     @property
     def statistics(self) -> Statistics:

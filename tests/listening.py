@@ -36,7 +36,7 @@ class Recorded:
         self.evaluations: list[tuple[str, str]] = []
         self.fail_next = 0
 
-    async def record(self, decisions: Sequence[Decision]) -> None:
+    async def record(self, decisions: Sequence[Decision], *, live: bool = True) -> None:
         if self.fail_next:
             self.fail_next -= 1
             raise TransientDatabaseError("planted")

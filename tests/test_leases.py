@@ -72,7 +72,7 @@ async def test_a_zombie_cannot_write_its_result(bench: Workbench) -> None:
         async with bench.working(registry=new):
             done = await bench.ended(job)
             first.open.set()
-            await wait_until(lambda: not bench.workers[0].running)
+            await wait_until(lambda: not bench.staff.workers[0].running)
     assert (done.state, done.attempts) == ("succeeded", 2)
     [fact] = await bench.events_at(f"/tasks/T1/workflows/review/results/{done.event_id}")
     assert fact["value"]["output"] == "heir"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from statelayer import mongo_indexes
 from statelayer.clock import Clock
 from statelayer.drivers import Database
-from statelayer.executors import Executions, Recorder, Registry, RetryPolicy, Worker
+from statelayer.executors import Executions, Recorder, Registry, RetryPolicy, Staff, Worker
 from statelayer.executors.models import job_id
 from statelayer.instances import Instance, Instances
 from statelayer.journal import Journal, Writer
@@ -67,6 +67,15 @@ class Gate:
         return self.output
 
 
+class Onlookers(Staff):
+    """Workers to whom nothing is handed: what is recorded is queued, and they are told."""
+
+    works = True
+
+    def reserve(self, action_type: str, target: str) -> None:
+        return None
+
+
 class Workbench:
     """One database with everything that stands around a worker."""
 
@@ -79,13 +88,9 @@ class Workbench:
         self.layer = Handle(self.journal)
         self.registry = Registry()
         self.executions = Executions(self.database)
-        self.workers: list[Worker] = []
+        self.staff = Onlookers()
         self.contract: dict[str, Any] | None = None
-        self.recorder = Recorder(self.database, settings, self.clock, self.registry, on_recorded=self._wake)
-
-    def _wake(self) -> None:
-        for worker in self.workers:
-            worker.wake()
+        self.recorder = Recorder(self.database, settings, self.clock, self.registry, self.staff)
 
     async def event(self, path: str = "/tasks/T1/requests/R1", value: Any = "v", **options: Any) -> Event:
         return await self.layer.set(path, value, actor=USER, **options)
@@ -180,7 +185,7 @@ class Workbench:
             bind=lambda origin: Handle(journal, origin),  # type: ignore[arg-type, return-value]
             **options,
         )
-        self.workers.append(worker)
+        self.staff.workers.append(worker)
         return worker
 
     @asynccontextmanager
@@ -196,7 +201,7 @@ class Workbench:
             yield worker
         finally:
             worker.stop()
-            self.workers.remove(worker)
+            self.staff.workers.remove(worker)
             await task
 
     def other_journal(self) -> Journal:

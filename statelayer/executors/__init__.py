@@ -11,6 +11,7 @@ from statelayer.executors.registry import ANY, Executor, Registration, Registry
 from statelayer.executors.retry import RetryPolicy
 from statelayer.executors.run import Run
 from statelayer.executors.runtime import AgentRequest, AgentResponse, AgentRuntime
+from statelayer.executors.staff import Staff
 from statelayer.executors.worker import Worker
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Registry",
     "RetryPolicy",
     "Run",
+    "Staff",
     "SubscriptionRef",
     "Worker",
 ]

@@ -30,10 +30,11 @@ from statelayer.values import Limits, canonical
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from statelayer.drivers import Database, Document
+    from statelayer.drivers import Database
     from statelayer.executors.envelopes import ResultPlace
     from statelayer.executors.held import Held
     from statelayer.executors.leases import Leases
+    from statelayer.executors.models import Execution
     from statelayer.executors.registry import Executor
     from statelayer.executors.results import Results
     from statelayer.executors.run import Conclusion
@@ -77,23 +78,38 @@ class Attempts:
         self._limits = Limits(bytes=max_value_bytes)
 
     async def run(self, held: Held) -> None:
-        """Run a claimed execution to its end, or to where it is no longer ours."""
-        event, subscription = await self._read(held)
-        # The attempt counts from here on: code that kills the process has been tried.
-        started = await self._leases.start(held.fence)
-        if started is None:
-            _log_lost(held)
-            return
-        held.execution = started
+        """Run a claimed or started execution to its end, or to where it is no longer ours."""
         try:
-            await self._conclude(held, _prepare(held, event, subscription))
+            prepared = await self._prepare(held)
+            if held.execution.state == "claimed":
+                # The attempt counts from here on: code that kills the process has been tried.
+                held.execution = await self._started(held)
+            await self._conclude(held, prepared)
         except LeaseLostError:
             _log_lost(held)
 
-    async def _read(self, held: Held) -> tuple[Document | None, Document | None]:
+    async def _started(self, held: Held) -> Execution:
+        started = await self._leases.start(held.fence)
+        if started is None:
+            raise LeaseLostError(held.execution.id)
+        return started
+
+    async def _prepare(self, held: Held) -> Prepared | Failure:
+        """Find what the attempt needs, and check what can be checked before the code runs, and is paid for."""
         execution = held.execution
+        if held.material is not None:
+            return _prepared(execution, held.material.event, held.material.subscription)
         event = await self._events.find_one({"_id": execution.event_id})
-        return event, await self._subscriptions.find_one({"_id": execution.subscription.id})
+        subscription = await self._subscriptions.find_one({"_id": execution.subscription.id})
+        if event is None:
+            return Failure("invalid_input", NotFoundError("event", execution.event_id))
+        if subscription is None:
+            return Failure("quarantined", NotFoundError("subscription", execution.subscription.id))
+        try:
+            stored = StoredSubscription.from_document(subscription)
+        except InvalidSubscriptionError as error:
+            return Failure("quarantined", error)
+        return _prepared(execution, Event.from_document(event), stored)
 
     async def _call(self, held: Held, prepared: Prepared) -> Conclusion:
         origin = envelopes.origin_of(held.execution)
@@ -131,25 +147,15 @@ class Attempts:
             await self._results.succeed(tenure, conclusion, prepared.place, seq=prepared.event.seq)
 
 
-def _prepare(held: Held, event: Document | None, subscription: Document | None) -> Prepared | Failure:
-    """Read what was stored and check what can be checked before the code runs, and is paid for."""
-    execution = held.execution
-    if event is None:
-        return Failure("invalid_input", NotFoundError("event", execution.event_id))
-    if subscription is None:
-        return Failure("quarantined", NotFoundError("subscription", execution.subscription.id))
+def _prepared(execution: Execution, event: Event, subscription: StoredSubscription) -> Prepared | Failure:
     try:
-        woken = Event.from_document(event)
-        stored = StoredSubscription.from_document(subscription)
-        place = envelopes.result_place(execution, stored.output)
-        check_input(woken.value, stored.input_schema)
-    except InvalidSubscriptionError as error:
-        return Failure("quarantined", error)
+        place = envelopes.result_place(execution, subscription.output)
+        check_input(event.value, subscription.input_schema)
     except InvalidPathError as error:
         return Failure("rendering_failed", error)
     except InvalidValueError as error:
         return Failure("invalid_input", error)
-    return Prepared(woken, stored, place)
+    return Prepared(event, subscription, place)
 
 
 def _success(result: Any, limits: Limits) -> Conclusion:

@@ -13,16 +13,21 @@ if TYPE_CHECKING:
     from statelayer.executors.models import Execution
     from statelayer.executors.moves import Fence
     from statelayer.executors.registry import Registration
+    from statelayer.executors.staff import Material
 
 Stop = Literal["lost", "drained"]
 
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A claimed or running execution, its fence, and the task of the user's code while that runs."""
+    """A claimed or running execution, its fence, and the task of the user's code while that runs.
+
+    ``material`` is there when it was recorded in this process a moment ago.
+    """
 
     execution: Execution
     registration: Registration
+    material: Material | None = None
     code: asyncio.Task[Any] | None = None
     stopped: Stop | None = None
 

@@ -71,6 +71,16 @@ def claimed(*, owner: str, token: str, lease: float) -> Move:
     return _move(("queued",), "claimed", {"lease": taken}, drop=("reason",))
 
 
+def recorded_and_started(document: Document, *, owner: str, token: str, lease: float) -> UpdateOne:
+    """Return an upsert that records a new execution as already running; one that is there stays as it is."""
+    leased = {"lease": {"owner": literal(owner), "token": literal(token), "until": in_seconds(lease)}}
+    is_new = {"$eq": [{"$type": "$state"}, "missing"]}
+    new = {"$mergeObjects": [literal(document), leased]}
+    return UpdateOne(
+        {"_id": document["_id"]}, [{"$replaceWith": {"$cond": [is_new, new, "$$ROOT"]}}], upsert=True
+    )
+
+
 def started(*, lease: float) -> Move:
     """Count the attempt, before its code runs."""
     attempts = {"$add": ["$attempts", 1]}

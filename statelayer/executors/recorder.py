@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 from statelayer import mongo_indexes as names
 from statelayer.errors import DuplicateKeyError
 from statelayer.instances import Instances
+from statelayer.executors.direct import DirectStarts
 from statelayer.executors.models import job_id, skip_id
 from statelayer.executors.registry import ANY
 from statelayer.servertime import ServerTime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from datetime import datetime
 
     from statelayer.clock import Clock
     from statelayer.drivers import Database, Document
     from statelayer.events import Event
     from statelayer.executors.registry import Registry
+    from statelayer.executors.staff import Staff
     from statelayer.instances import Offer
     from statelayer.settings import Settings
     from statelayer.subscriptions.decisions import Decision, Skip, Wakeup
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 class Recorder:
     """Stores what is to be run and what was skipped; the ``Recorder`` of the subscriptions room.
 
-    ``works_here`` says whether a worker of this process runs what is registered; ``on_recorded`` is called when there
-    is something new to run.
+    What somebody of the ``staff`` is free for is recorded as already running and started at once: a write and a few
+    looks less before its code runs. Everything else is queued.
     """
 
     def __init__(
@@ -37,33 +39,38 @@ class Recorder:
         settings: Settings,
         clock: Clock,
         registry: Registry,
-        *,
-        works_here: Callable[[], bool] = lambda: True,
-        on_recorded: Callable[[], None] | None = None,
+        staff: Staff,
     ) -> None:
         self._executions = database.collection(names.EXECUTIONS)
         self._clock = clock
         self._registry = registry
         self._instances = Instances(database, clock, lease=settings.lease)
         self._server_time = ServerTime(database, clock)
-        self._works_here = works_here
-        self._on_recorded = on_recorded
+        self._staff = staff
+        self._direct = DirectStarts(database, clock, staff)
 
-    async def record(self, decisions: Sequence[Decision]) -> None:
-        """Insert by job id. What is there already stays as it is, so that recording twice changes nothing."""
+    async def record(self, decisions: Sequence[Decision], *, live: bool = True) -> None:
+        """Insert by job id. What is there already stays as it is, so that recording twice changes nothing.
+
+        What is not ``live`` is queued, behind what has waited for longer and for those who may be free elsewhere.
+        """
         if not any(decision.wakeups or decision.skips for decision in decisions):
             return
-        here = self._registry.offers() if self._works_here() else set()
+        here = self._registry.offers() if self._staff.works else set()
         offered = here | await self._instances.offers()
         now = await self._server_time.now()
         documents = {
             document["_id"]: document for decision in decisions for document in self._documents(decision, offered, now)
         }
+        if live:
+            await self._direct.take(decisions, documents, now)
         await self._insert(documents)
-        if self._on_recorded is not None and any(decision.wakeups for decision in decisions):
-            self._on_recorded()
+        if any(document["state"] == "queued" for document in documents.values()):
+            self._staff.wake()
 
     async def _insert(self, documents: dict[str, Document]) -> None:
+        if not documents:
+            return
         try:
             await self._executions.insert_many(list(documents.values()), ordered=False)
         except DuplicateKeyError:

@@ -70,6 +70,10 @@ class Registration:
         if self.concurrency is not None and self.concurrency < 1:
             raise InvalidExecutorError(f"At least one execution runs at a time, not {self.concurrency!r}.")
 
+    def is_at_its_bound(self, busy: int) -> bool:
+        """Whether no more than these may run at a time."""
+        return self.concurrency is not None and busy >= self.concurrency
+
     @property
     def offer(self) -> Offer:
         """What it takes."""

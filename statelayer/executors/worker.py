@@ -21,6 +21,7 @@ from statelayer.executors.held import Held
 from statelayer.instances import Instance, Instances
 from statelayer.executors.leases import Leases
 from statelayer.executors.results import PASSING, Results
+from statelayer.executors.staff import Reservation
 from statelayer.loops import first_of, insisted, signalled
 from statelayer.servertime import ServerTime
 from statelayer.executors.upkeep import Reaper, Waiting
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from statelayer.executors.executions import Executions
     from statelayer.executors.models import Execution
     from statelayer.executors.registry import Registration, Registry
+    from statelayer.executors.staff import Material
     from statelayer.instances import Offer
     from statelayer.journal import Journal, Origin
     from statelayer.layer import StateLayer
@@ -73,7 +75,10 @@ class Worker:
         self._reaper = Reaper(self._leases, results)
         self._waiting = Waiting(database, registry, self._instances)
         self._held: dict[asyncio.Task[None], Held] = {}
-        self._more = False
+        self._reserved: Counter[Offer] = Counter()
+        self._unreserved = asyncio.Event()
+        self._unreserved.set()
+        self._more = True
         self._next_round = float("-inf")
         self._clock = clock
         self._wake = asyncio.Event()
@@ -95,6 +100,33 @@ class Worker:
     def wake(self) -> None:
         """Look for work now. Called, on the worker's event loop, by whoever queued some in this process."""
         self._wake.set()
+
+    def reserve(self, action_type: str, target: str) -> Reservation | None:
+        """Keep a slot for an execution that is about to be recorded, unless others have waited for longer.
+
+        Called, like what is in the reservation, on the worker's event loop.
+        """
+        registration = self._registry.find(action_type, target)
+        if registration is None or self._more or self._stopping.is_set():
+            return None
+        if self._free <= 0 or registration.is_at_its_bound(self._busy[registration.offer]):
+            return None
+        self._reserved[registration.offer] += 1
+        self._unreserved.clear()
+
+        def release() -> None:
+            self._reserved[registration.offer] -= 1
+            if not self._reserved.total():
+                self._unreserved.set()
+
+        def begin(execution: Execution, material: Material) -> None:
+            release()
+            if self._ended.is_set():
+                log.warning("execution_left_to_its_lease", job=execution.id, error="stopped")
+            else:
+                self._hold(Held(execution, registration, material))
+
+        return Reservation(self._instance.id, self._settings.lease, begin, release)
 
     async def run(self, started: Callable[[], None] = lambda: None) -> None:
         """Work until ``stop``, calling ``started`` once this process is known as one that works.
@@ -152,10 +184,9 @@ class Worker:
         self._raise_fault()
         if not await self._is_dispatching():
             return
-        free = self._settings.concurrency - len(self._held)
-        busy = Counter(held.registration.offer for held in self._held.values())
+        free = self._free
         candidates: list[Document] = []
-        for offers, limit in shares(self._registry.registrations(), busy, free):
+        for offers, limit in shares(self._registry.registrations(), self._busy, free):
             candidates += await self._leases.candidates(offers, limit)
         candidates.sort(key=itemgetter("availableAt"))
         # While there is more than fits, each end of an execution is a reason to look again.
@@ -167,19 +198,27 @@ class Worker:
     async def _take(self, job_ids: Sequence[str]) -> None:
         claimed = await self._leases.claim(job_ids)
         for execution in claimed:
-            self._hold(execution)
+            registration = self._registry.find(execution.action_type, execution.target)
+            assert registration is not None, "claimed without an offer"
+            self._hold(Held(execution, registration))
         if len(claimed) < len(job_ids):  # others were faster; there may be more behind these
             self._wake.set()
+
+    @property
+    def _free(self) -> int:
+        return self._settings.concurrency - len(self._held) - self._reserved.total()
+
+    @property
+    def _busy(self) -> Counter[Offer]:
+        return self._reserved + Counter(held.registration.offer for held in self._held.values())
 
     async def _is_dispatching(self) -> bool:
         document = await self._meta.find_one({"_id": "dispatch"})
         return document is None or document["state"] == "on"
 
-    def _hold(self, execution: Execution) -> None:
-        registration = self._registry.find(execution.action_type, execution.target)
-        assert registration is not None, "claimed without an offer"
-        held = Held(execution, registration)
-        task = asyncio.create_task(self._work(held), name=f"statelayer-{execution.id}", context=contextvars.Context())
+    def _hold(self, held: Held) -> None:
+        name = f"statelayer-{held.execution.id}"
+        task = asyncio.create_task(self._work(held), name=name, context=contextvars.Context())
         self._held[task] = held
         task.add_done_callback(self._let_go)
 
@@ -193,7 +232,7 @@ class Worker:
 
     async def _work(self, held: Held) -> None:
         try:
-            if self._stopping.is_set():
+            if self._stopping.is_set() and held.execution.state == "claimed":
                 await self._leases.make(moves.given_back(), held.fence)
             else:
                 await self._attempts.run(held)
@@ -248,6 +287,7 @@ class Worker:
     # --- stopping
 
     async def _drain(self, timeout: float) -> None:
+        await signalled(self._unreserved, timeout)
         await self._wait_for_held(timeout)
         for held in list(self._held.values()):
             held.stop("drained")

@@ -58,5 +58,8 @@ class Decision:
 class Recorder(Protocol):
     """Whoever turns decisions into durable work. Recording one twice must change nothing."""
 
-    async def record(self, decisions: Sequence[Decision]) -> None:
-        """Store what is to be run and what was skipped; when this returns, it survives a crash."""
+    async def record(self, decisions: Sequence[Decision], *, live: bool = True) -> None:
+        """Store what is to be run and what was skipped; when this returns, it survives a crash.
+
+        ``live`` says that the events have just been committed, and not been read from the log long after.
+        """

@@ -382,7 +382,7 @@ class Listener:
         catalogue = await self._catalogue_of(max((event.subscriptions_rev for event in events), default=0))
         decisions = [d for d in await evaluate(events, catalogue, self._state) if d.wakeups or d.skips]
         if decisions:
-            await self._recorder.record(decisions)
+            await self._recorder.record(decisions, live=self.statistics.state == "following")
         for document in documents:
             self._cursors.advance(document["namespace"], document["seq"], document["_id"])
         self.statistics.evaluated += len(documents)
