@@ -343,6 +343,12 @@ class ClosedError(StateLayerError):
     code = "closed"
 
 
+class ForkedError(StateLayerError):
+    """The process was forked after the layer had used its connections, which belong to the parent."""
+
+    code = "forked"
+
+
 class RunnerStoppedError(StateLayerError):
     """What ``running()`` hosts ended by itself; ``__cause__`` says why."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -11,6 +12,7 @@ from statelayer import mongo_indexes
 from statelayer.causation import Causation
 from statelayer.clock import Clock
 from statelayer.drivers import Database, connect
+from statelayer.errors import ForkedError
 from statelayer.executors import Executions, Outcomes, Recorder, Registry, Staff, Worker
 from statelayer.health import Examination
 from statelayer.history import History, Reader
@@ -181,6 +183,7 @@ class StateLayer(Writer):
         Pass ``tx.session`` to the service's collections. Raises ``ContentionError`` when another writer won: run the
         block again.
         """
+        self._readiness.refuse_fork()
         return self._journal.transaction(*namespaces, origin=self._origin)
 
     async def transact(self, body: Callable[[JournalTransaction], Awaitable[T]], *namespaces: str) -> T:
@@ -234,6 +237,7 @@ class StateLayer(Writer):
         ``after`` is a seq when the pattern fixes the namespace, else a ``position`` of an earlier watch; without it,
         from now on. Raises ``HistoryLostError`` when the server no longer has that position.
         """
+        self._readiness.refuse_fork()
         parsed = Pattern.parse(pattern, self.settings.roots)
         return self._history.watch(parsed.namespace, lambda segments: parsed.mismatch(segments) is None, after=after)
 
@@ -335,14 +339,23 @@ class Submission:
 
 
 class _Readiness:
-    """Makes sure once that the database was set up and is what this process expects."""
+    """Makes sure once that the database was set up and is what this process expects, and stays in this process."""
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database = database
         self._settings = settings
-        self._checked = False
+        self._process: int | None = None
 
     async def check(self) -> None:
-        if not self._checked:
+        if self._process is None:
             await mongo_indexes.check_ready(self._database, self._settings)
-            self._checked = True
+            self._process = os.getpid()
+        self.refuse_fork()
+
+    def refuse_fork(self) -> None:
+        """Refuse to go on in a child of the process that has used the connections."""
+        if self._process not in (None, os.getpid()):
+            raise ForkedError(
+                f"This layer and its connections belong to process {self._process}, of which {os.getpid()} is a fork. "
+                "Make the client and the layer in each process, after forking."
+            )

@@ -9,18 +9,18 @@ A position is a cluster time, not a resume token, which is bound to the filter t
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pymongo
 from bson.timestamp import Timestamp
 
-from statelayer.errors import HistoryLostError, LogLostError, StateLayerError
+from statelayer.errors import DatabaseError, HistoryLostError, LogLostError, StateLayerError, TransientDatabaseError
 from statelayer.transactions import finished
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from statelayer.drivers import Database, Document, Session
 
@@ -63,7 +63,8 @@ class ChangeStream:
             return Batch(changes, self.position)
         if not self._cursor["id"]:
             raise LogLostError("The change stream ended: the database that it watched is gone.")
-        reply = await finished(self._more())
+        with _refusals_told():
+            reply = await finished(self._more())
         self._cursor = reply["cursor"]
         self.position = position_of(self._cursor) or self.position
         return Batch(list(self._cursor["nextBatch"]), self.position)
@@ -100,7 +101,8 @@ async def open_stream(
         "readConcern": {"level": "majority"},
     }
     async with database.session() as session:
-        reply = await finished(database.command(command, session=session))
+        with _refusals_told():
+            reply = await finished(database.command(command, session=session))
         stream = ChangeStream(database, session, reply)
         try:
             _refuse_future(start_at, reply)
@@ -109,8 +111,19 @@ async def open_stream(
             await _close(stream)
 
 
+@contextmanager
+def _refusals_told() -> Iterator[None]:
+    """Take a refusal that is in no table for a lost position: the log is read, which is never wrong."""
+    try:
+        yield
+    except TransientDatabaseError:
+        raise
+    except DatabaseError as error:
+        raise HistoryLostError(f"The server refuses the stream ({error.server_code}): {error}") from error
+
+
 def _refuse_future(start_at: Timestamp | None, reply: Mapping[str, Any]) -> None:
-    if start_at is not None and start_at > reply["operationTime"]:
+    if start_at is not None and start_at > reply.get("operationTime", start_at):
         raise HistoryLostError("The position lies in the server's future: it was taken on another server.")
 
 

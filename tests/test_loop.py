@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta, timezone
@@ -1376,3 +1377,47 @@ async def test_h5_a_cause_in_another_task_is_named_and_not_read(populated: State
         assert (tree.links_resolved, tree.dangling_caused_by) == (False, [foreign.id])
         assert {node.event.namespace for node in tree} == {"/tasks/T1"}
     assert (await populated.verify("/tasks/T1")).ok
+
+
+# --- forks
+
+
+CALLS: list[Callable[[StateLayer], Any]] = [
+    lambda layer: layer.set("/tasks/T1/x", 2, actor=USER),
+    lambda layer: layer.get("/tasks/T1/x"),
+    lambda layer: layer.verify("/tasks/T1"),
+    lambda layer: layer.transact(lambda tx: tx.set("/tasks/T1/x", 3, actor=USER), "/tasks/T1"),
+    lambda layer: layer.transaction("/tasks/T1"),
+    lambda layer: layer.watch("/tasks/**"),
+    lambda layer: layer.run(),
+]
+
+
+def refusals(layer: StateLayer) -> list[str]:
+    """Call everything in a process that has no loop any more, and return the codes of the errors."""
+    codes = []
+    for call in CALLS:
+        try:
+            call(layer).send(None)
+        except StateLayerError as error:
+            codes.append(error.code)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent is to see it
+            codes.append(repr(error))
+    return codes
+
+
+async def test_i7_a_fork_is_refused_what_belongs_to_its_parent(layer: StateLayer) -> None:
+    """In the child the driver would wait for a monitor that only runs in the parent, for ever."""
+    await layer.set("/tasks/T1/x", 1, actor=USER)
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not touch
+        child = os.fork()
+    if child == 0:
+        os.write(write, ",".join(refusals(layer)).encode())
+        os._exit(0)
+    os.close(write)
+    told = await anyio.to_thread.run_sync(os.read, read, 1000)
+    await anyio.to_thread.run_sync(os.waitpid, child, 0)
+    assert told.decode() == ",".join(["forked"] * len(CALLS))
+    assert await layer.get("/tasks/T1/x")

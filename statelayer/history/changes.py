@@ -12,7 +12,7 @@ from bson.timestamp import Timestamp
 
 from statelayer import mongo_indexes as names
 from statelayer.drivers.failures import REPLICA_SET_ADVICE
-from statelayer.errors import InvalidInputError, LogLostError, ReplicaSetRequiredError
+from statelayer.errors import InvalidInputError, LogLostError, ReplicaSetRequiredError, TransientDatabaseError
 from statelayer.streams import GONE
 
 if TYPE_CHECKING:
@@ -67,9 +67,12 @@ def change_of(document: Document, database: Database) -> Change:
 
 async def cluster_time(database: Database) -> Timestamp:
     """Return the time of the newest operation. What is committed after this call has a later one."""
-    now: Timestamp | None = (await database.command({"ping": 1})).get("operationTime")
-    if now is None:
+    answer = await database.command({"hello": 1})
+    if "setName" not in answer:
         raise ReplicaSetRequiredError(REPLICA_SET_ADVICE)
+    if "operationTime" not in answer:
+        raise TransientDatabaseError("The server has no keys yet to sign its time with, and so does not tell it.")
+    now: Timestamp = answer["operationTime"]
     return now
 
 

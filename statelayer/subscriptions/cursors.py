@@ -132,6 +132,10 @@ class Checkpoints:
         """
         await self._checkpoints.update_many(ours(owner, partitions), {"$max": {"clusterTime": position}})
 
+    async def discard_all(self) -> None:
+        """Forget every position: read on from one before the log was lost, a stream would tell of the loss again."""
+        await self._checkpoints.update_many({}, {"$unset": {"clusterTime": ""}})
+
     async def discard(self, owner: str, partitions: Many[int]) -> None:
         """Forget positions that the server does not have, so that whoever holds these partitions reads the log."""
         await self._checkpoints.update_many(ours(owner, partitions), {"$unset": {"clusterTime": ""}})

@@ -461,6 +461,7 @@ class Listener:
         """Stop every instance, until an operator has decided what to do."""
         if self._log_lost:
             await self._dispatch.mark_log_lost()
+            await self._checkpoints.discard_all()
             self._log_lost = False
 
 

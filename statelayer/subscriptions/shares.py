@@ -15,7 +15,7 @@ from statelayer import mongo_indexes as names
 from statelayer.servertime import NOW, in_seconds, literal
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from statelayer.clock import Clock
     from statelayer.drivers import Database
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from statelayer.settings import Settings
 
 log = structlog.get_logger("statelayer.listener")
+
+NO_POSITION = {"clusterTime": {"$exists": True, "$not": {"$type": ["timestamp", "null"]}}}
 
 FREE = {"$or": [{"lease": None}, {"$expr": {"$lt": ["$lease.until", NOW]}}]}
 
@@ -124,10 +126,14 @@ class Share:
         found = await self._checkpoints.find(self._ours(wanted), projection={"_id": 1})
         self._held |= {document["_id"] for document in found}
 
-    async def _create(self, partitions: Iterable[int]) -> None:
+    async def _create(self, partitions: Sequence[int]) -> None:
+        """Make sure that there is a document to lease; a position that is none, edited by hand, is forgotten."""
         nothing = {"$setOnInsert": {"lease": None}}
         await self._checkpoints.bulk_write(
-            [UpdateOne({"_id": partition}, nothing, upsert=True) for partition in partitions], ordered=False
+            [
+                *(UpdateOne({"_id": partition, **NO_POSITION}, {"$unset": {"clusterTime": ""}}) for partition in partitions),
+                *(UpdateOne({"_id": partition}, nothing, upsert=True) for partition in partitions),
+            ]
         )
 
     async def _release(self, partitions: Collection[int]) -> None:
