@@ -1,4 +1,4 @@
-"""Decision records stay true: the tests that they name exist."""
+"""Decision records and guarantees stay true: the tests that they name exist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
+GUARANTEES = REPOSITORY / "docs" / "guarantees.md"
 RECORDS = sorted((REPOSITORY / "docs" / "decisions").glob("[0-9]*.md"))
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
@@ -18,8 +19,18 @@ def test_records_are_numbered_in_order() -> None:
 
 @pytest.mark.parametrize("record", RECORDS[1:], ids=lambda record: record.stem)
 def test_a_record_names_tests_that_exist(record: Path) -> None:
-    held_by = record.read_text().partition("## Held by")[2]
-    named = NAMED.findall(held_by)
+    refuse_missing_tests(record.read_text().partition("## Held by")[2])
+
+
+def test_each_guarantee_names_tests_that_exist() -> None:
+    _, *promises = re.split(r"^## P", GUARANTEES.read_text(), flags=re.MULTILINE)
+    assert [int(promise.split()[0]) for promise in promises] == list(range(1, 11))
+    for promise in promises:
+        refuse_missing_tests(promise)
+
+
+def refuse_missing_tests(text: str) -> None:
+    named = NAMED.findall(text)
     assert named
     for file, test in named:
         source = (REPOSITORY / file).read_text()
